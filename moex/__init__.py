@@ -1,0 +1,1 @@
+"""moex: trains Mixture-of-Experts language models on folded GPU meshes."""
