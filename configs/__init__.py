@@ -1,0 +1,13 @@
+"""Presets: functions that return a run's configuration; one file a model family, names say model and hardware."""
+
+from collections.abc import Callable
+
+from configs.deepseek import tiny_deepseek
+from configs.mixtral import mixtral_8x7b
+from configs.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
+from configs.tiny import tiny
+from moex.config import RunConfig
+
+PRESETS: dict[str, Callable[[], RunConfig]] = {
+    f.__name__: f for f in (tiny, tiny_deepseek, mixtral_8x7b, qwen3_30b_a3b, qwen3_235b_a22b)
+}

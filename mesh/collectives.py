@@ -1,0 +1,81 @@
+"""Collectives over a view axis: a tuple of mesh axes. Over the empty tuple each is the identity.
+
+All run inside `jax.shard_map(check_vma=True)`; array arguments are one device's shards.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh.axes import Axes
+from mesh.vma import vary, varying
+
+
+def axis_index(axes: Axes):
+    """int32 index of this device along the view, outer axis slowest; 0 over an empty view."""
+    return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def axis_size(axes: Axes) -> int:
+    """Number of devices along the view, a Python int."""
+    return lax.axis_size(axes) if axes else 1
+
+
+def all_gather(x, axes: Axes, *, dim: int):
+    """Concatenates the shards along `dim`. The transpose is a sum and scatter."""
+    return lax.all_gather(vary(x, axes), axes, axis=dim, tiled=True) if axes else x
+
+
+def psum(x, axes: Axes):
+    """Sums over the view; an array that is equal on all its devices is counted once for each."""
+    return lax.psum(vary(x, axes), axes) if axes else x
+
+
+def pmax(x, axes: Axes):
+    """Maximum over the view. It has no gradient: pass through `lax.stop_gradient` first."""
+    return lax.pmax(vary(x, axes), axes) if axes else x
+
+
+def psum_scatter(x, axes: Axes, *, dim: int):
+    """Sums over the view and keeps this device's part of `dim`, which must divide by the view's size."""
+    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def all_to_all(x, axes: Axes, *, split_dim: int, concat_dim: int):
+    """Sends the i-th part of `split_dim` to device i and concatenates what arrives along `concat_dim`."""
+    return lax.all_to_all(vary(x, axes), axes, split_dim, concat_dim, tiled=True) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gather(shard, axes: Axes, replicated: Axes, dim: int, dtype):
+    """The one door by which a parameter enters compute: cast, then all-gather; gradients come back summed in float32.
+
+    Args:
+      shard: this device's part of the parameter, split along `dim` over `axes`, equal over `replicated`.
+      axes, replicated: disjoint; together with the axes of model parallelism they are the whole mesh.
+      dtype: of the result. The backward pass casts to float32 before it reduces, whatever `dtype` is.
+
+    Returns: the parameter, full along `dim`, typed as varying over `axes` and `replicated`.
+    """
+    shard = vary(shard.astype(dtype), replicated)
+    return all_gather(shard, axes, dim=dim)
+
+
+def _gather_fwd(shard, axes, replicated, dim, dtype):
+    return gather(shard, axes, replicated, dim, dtype), jnp.zeros((0,), shard.dtype)
+
+
+def _gather_bwd(axes, replicated, dim, dtype, like, cotangent):
+    return (reduce_gradient(cotangent, axes, replicated, dim).astype(like.dtype),)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def reduce_gradient(cotangent, axes: Axes, replicated: Axes, dim: int):
+    """The transpose of `gather`: each device's part of the gradient, summed in float32 over all that used the parameter."""
+    grad = psum_scatter(cotangent.astype(jnp.float32), axes, dim=dim)
+    summed = tuple(a for a in replicated if a in varying(grad))
+    return psum(grad, summed)

@@ -1,0 +1,120 @@
+"""The command line: a preset's name or a saved configuration, then overrides as --section.field VALUE."""
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from configs import PRESETS
+from moex.config import RunConfig
+from moex.validate import ConfigError
+
+USAGE = """usage: train.py [PRESET] [--section.field VALUE ...] [--print-config]
+       train.py --config RUN/config.json [--section.field VALUE ...] [--print-config]
+       train.py [PRESET] --help      (all fields with their defaults)"""
+
+
+class Command(NamedTuple):
+    config: RunConfig
+    print_config: bool
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Reads the command line.  Raises ConfigError; a wrong flag or value exits with 2 through tyro, with a suggestion."""
+    rest = list(arguments)
+    print_config = "--print-config" in rest
+    rest = [a for a in rest if a != "--print-config"]
+    preset = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    saved = None
+    for i, argument in enumerate(rest):
+        if argument == "--config" or argument.startswith("--config="):
+            saved = argument.partition("=")[2] or (rest[i + 1] if i + 1 < len(rest) else "")
+            del rest[i : i + (1 if "=" in argument else 2)]
+            break
+    if preset and saved is not None:
+        raise ConfigError(f"give a preset ({preset}) or --config {saved}, not both")
+    base = load(saved) if saved is not None else _preset(preset or "tiny")
+    return Command(_tyro(rest, base), print_config)
+
+
+def _preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"no preset {name!r}{hint} The presets are {', '.join(PRESETS)}.\n{USAGE}")
+    return PRESETS[name]()
+
+
+def load(path: str | Path) -> RunConfig:
+    """A configuration from the JSON that `dump` wrote.  Unknown keys and wrong values end like a wrong flag."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config {path}: not JSON, {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: must hold a JSON object, not {type(values).__name__}")
+    return _tyro(list(_flags(values)), RunConfig())
+
+
+def dump(config: RunConfig) -> str:
+    """The configuration as JSON that `load` reads back to an equal one."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def _flags(values: dict[str, Any], prefix: str = "--"):
+    """One flag a field, so that a saved file is checked by the same parser as the command line."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flags(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield from (f"{prefix}{name}", *map(str, value))
+        else:
+            yield f"{prefix}{name}={value}" if isinstance(value, str) else f"{prefix}{name}={value!r}"
+
+
+def _tyro(arguments: list[str], default: RunConfig) -> RunConfig:
+    _refuse_unknown(arguments)
+    return tyro.cli(
+        RunConfig,
+        args=arguments,
+        default=default,
+        prog="train.py",
+        description=USAGE,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+
+
+def _refuse_unknown(arguments: list[str]) -> None:
+    """Raises ConfigError for a field that doesn't exist, naming the section where one of that name stands, or a close one."""
+    known = _fields(RunConfig(), "")
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if not argument.startswith("--") or name in known or name in ("help", "tyro_print_completion"):
+            continue
+        leaf = name.rpartition(".")[2]
+        elsewhere = [f for f in known if f.rpartition(".")[2] == leaf]
+        close = elsewhere or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+        close = close or [f for f in known if difflib.get_close_matches(leaf, [f.rpartition(".")[2]], cutoff=0.7)]
+        hint = f"; did you mean {' or '.join('--' + f for f in close)}?" if close else ""
+        raise ConfigError(f"unknown option --{name}{hint}\n(train.py --help lists all)")
+
+
+def _fields(config, prefix: str) -> list[str]:
+    names = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        names += _fields(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else [prefix + field.name]
+    return names
+
+
+def fail(error: Exception) -> int:
+    """Prints what is wrong with the configuration or the data, for exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,259 @@
+"""Every setting of a run: frozen dataclasses, one a section. Defaults are those of a small model on one device.
+
+Values are plain (numbers, strings, tuples), so a resolved configuration is a JSON file that can be loaded again.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Which experts a token goes to, how they are weighed and how their load is balanced. All of it in float32."""
+
+    num_experts: int = 8
+    """Routed experts of a layer (E)."""
+    top_k: int = 2
+    """Experts a token is sent to (k)."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts: softmax over all experts, or each expert's own sigmoid."""
+    renormalize: bool = True
+    """Scale the chosen scores to sum 1. softmax with it is Megatron's post-softmax, without it pre-softmax."""
+    scaling_factor: float = 1.0
+    """Factor on the weights, after renormalising (DeepSeek-V3: 2.5)."""
+    num_groups: int = 1
+    """Experts stand in this many equal groups; 1 leaves groups out."""
+    top_groups: int = 1
+    """Groups a token may choose from."""
+    group_score_top: int = 2
+    """A group's score is the sum of its best this many biased scores (DeepSeek-V3: 2; 1 is the maximum, DeepSeek-V2)."""
+    aux_coefficient: float = 0.01
+    """Weight of the micro-batch balance loss; 0 leaves it out."""
+    z_coefficient: float = 0.0
+    """Weight of the z-loss on router logits; 0 leaves it out."""
+    bias_rate: float = 0.0
+    """Step of the balancing bias once a training step; 0 leaves the bias out (DeepSeek-V3: 1e-3)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions; with factor above 1, stretched by YaRN."""
+
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    interleaved: bool = False
+    """Neighbouring features form a pair (DeepSeek), in place of the two halves of a head."""
+    factor: float = 1.0
+    """YaRN: how much longer contexts are than those the model was first trained on; 1 leaves YaRN out."""
+    original_context: int = 4096
+    """YaRN: the context length of first training."""
+    beta_fast: float = 32.0
+    """YaRN: features that turn more often than this within the original context are left alone."""
+    beta_slow: float = 1.0
+    """YaRN: features that turn less often than this are slowed by the whole factor."""
+    mscale: float = 0.0
+    """YaRN (DeepSeek): correction of the rotated features' size; 0 with `mscale_all_dim` 0 is the standard one."""
+    mscale_all_dim: float = 0.0
+    """YaRN (DeepSeek): correction of the softmax scale."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention of every layer."""
+
+    kind: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query attention, or DeepSeek's multi-head latent attention."""
+    num_heads: int = 4
+    """Query heads (N)."""
+    num_kv_heads: int = 2
+    """Key and value heads (K); MLA has as many as query heads."""
+    head_dim: int = 32
+    """Width of a head (H). For MLA: the part of a query or key without position."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before rotation (Qwen3)."""
+    sliding_window: int = 0
+    """A token sees itself and this many minus one tokens before it; 0 sees the whole document."""
+    q_latent_dim: int = 0
+    """MLA: width of the query latent; 0 projects queries directly."""
+    kv_latent_dim: int = 0
+    """MLA: width of the key-value latent."""
+    rope_dim: int = 0
+    """MLA: width of the rotated part of a query, and of the one rotated key that all heads share."""
+    value_dim: int = 0
+    """MLA: width of a value head."""
+    rope: RopeConfig = RopeConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder: dense layers first, then MoE layers."""
+
+    vocab_size: int = 256
+    """Token ids are below this (V)."""
+    vocab_multiple: int = 128
+    """Embedding and head have rows up to the next multiple of this; the added ones never win and never learn."""
+    d_model: int = 128
+    """Width of the residual stream (D)."""
+    num_layers: int = 4
+    """All layers (L)."""
+    num_dense_layers: int = 0
+    """The first this many layers have a dense MLP in place of experts."""
+    dense_width: int = 512
+    """Width of the dense MLP (its own F)."""
+    expert_width: int = 128
+    """Width of an expert (F)."""
+    shared_width: int = 0
+    """Width of the shared expert that every token passes; 0 has none."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections back to the residual stream get it over sqrt(2 L)."""
+    tie_embeddings: bool = False
+    """Use the embedding as the head."""
+    attention: AttentionConfig = AttentionConfig()
+    router: RouterConfig = RouterConfig()
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The two factorisations of the devices. dp and edp at 0 fill what the others leave."""
+
+    pp: int = 1
+    """Pipeline stages, of both views."""
+    dp: int = 0
+    """Dense layers: data parallel."""
+    cp: int = 1
+    """Dense layers: context parallel."""
+    tp: int = 1
+    """Dense layers: tensor parallel with sequence parallelism."""
+    edp: int = 0
+    """Experts: data parallel."""
+    ep: int = 1
+    """Experts: expert parallel."""
+    etp: int = 1
+    """Experts: tensor parallel."""
+    zero: Literal[1, 3] = 1
+    """Parameters are stored split over all devices that would repeat them; 1 gathers them once a step, 3 in each layer."""
+    transport: Literal["local"] = "local"
+    """How rows travel to their experts. local: every device holds all experts (ep = etp = 1)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run's length and batch."""
+
+    steps: int = 400
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Rows (sequences) of a step over all devices."""
+    accumulation: int = 1
+    """Micro-batches that a step's batch is cut into."""
+    seq_len: int = 256
+    """Tokens of a row (S)."""
+    seed: int = 0
+    """Of initial values and data order."""
+    loss_chunk_tokens: int = 2048
+    """Logits are held for this many tokens of a device at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning rate, clipping (optax)."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    peak_lr: float = 2e-3
+    """Learning rate after warm-up."""
+    final_lr: float = 2e-4
+    """Learning rate at the last step."""
+    warmup_steps: int = 40
+    """Steps of linear warm-up from 0."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Way from the peak to the final rate after warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled decay, of matrices only (not norms, biases)."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 doesn't clip."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Formats of compute. Parameters, optimizer, router, norms' statistics, loss and reductions are float32 always."""
+
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of activations and weights in attention, MLP and experts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What the backward pass computes again instead of keeping."""
+
+    recompute: tuple[Literal["layer", "attention", "mlp", "moe", "experts"], ...] = ()
+    """Modules by name; `layer` is all of them at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    corpus: Literal["stdlib"] = "stdlib"
+    """stdlib: sources of Python's standard library as bytes, found on any machine."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving by orbax into RUN/checkpoints."""
+
+    every_steps: int = 200
+    """A checkpoint every this many steps, and after the last one."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """What a person sees."""
+
+    log_every: int = 10
+    """Steps between lines where the output is no terminal."""
+    eval_every: int = 100
+    """Steps between held-out losses; 0 for none, the last step always has one otherwise."""
+    eval_rows: int = 128
+    """Held-out rows an evaluation reads, at most."""
+    sample_tokens: int = 200
+    """Tokens generated after the last step; 0 for none."""
+    sample_prompt: str = "def "
+    """What generation starts from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run. Every field can be set on the command line as --section.field."""
+
+    name: str = "custom"
+    """Of the preset; the run folder is runs/NAME unless `folder` says otherwise."""
+    folder: str = ""
+    """The run folder; an existing one is continued."""
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def run_folder(self) -> str:
+        return self.folder or f"runs/{self.name}"

@@ -1,0 +1,89 @@
+"""A small sampler to see what a model has learned: `python -m moex.generate RUN --prompt "def "`.
+
+It reads a window of the model's own sequence length for every token, on the training mesh, without a key-value cache.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh import collectives, sharded
+from moex.layers import param
+from moex.layers.tokens import Tokens
+from moex.train.loss import logits
+from moex.train.program import Program
+from moex.train.state import TrainState
+
+
+def generate(
+    program: Program, state: TrainState, prompt: Sequence[int], num_tokens: int, *, temperature: float = 0.8, seed: int = 0
+) -> list[int]:
+    """Continues `prompt` by `num_tokens` token ids; temperature 0 takes the likeliest.
+
+    A text longer than the window loses its start. Raises ValueError for an empty prompt or one longer than the window.
+    """
+    seq_len, rows = program.config.train.seq_len, program.fold.size("dp")
+    if not 1 <= len(prompt) <= seq_len:
+        raise ValueError(f"the prompt has {len(prompt)} tokens; it needs 1 to {seq_len}, the sequence length")
+    if not prompt or min(prompt) < 0 or max(prompt) >= program.config.model.vocab_size:
+        raise ValueError(f"prompt ids must lie in [0, {program.config.model.vocab_size})")
+    window = np.zeros((rows, seq_len), np.int32)
+    window[:, : len(prompt)] = np.asarray(prompt, np.int32)
+    everywhere = NamedSharding(program.mesh, PartitionSpec())
+    arguments = jax.device_put((window, np.int32(len(prompt)), np.float32(temperature)), everywhere)
+    key = jax.device_put(jax.random.key(seed), everywhere)
+    run = jax.jit(_sample_loop(program, num_tokens))
+    return np.asarray(jax.device_get(run(state.params, state.router_bias, *arguments, key))).tolist()
+
+
+def _sample_loop(program: Program, num_tokens: int):
+    next_logits = _next_logits(program)
+    vocab_size = program.config.model.vocab_size
+
+    def run(params, bias, window_BS, length, temperature, key):
+        def body(i, carry):
+            window_BS, length, out = carry
+            scores_V = next_logits(params, bias, window_BS, length)[0, :vocab_size]
+            noise = jax.random.gumbel(jax.random.fold_in(key, i), scores_V.shape)
+            token = jnp.argmax(scores_V + noise * temperature).astype(jnp.int32)
+            full = length == window_BS.shape[1]
+            window_BS = jnp.where(full, jnp.roll(window_BS, -1, axis=1), window_BS)
+            length = jnp.where(full, length, length + 1)
+            return window_BS.at[:, length - 1].set(token), length, out.at[i].set(token)
+
+        return lax.fori_loop(0, num_tokens, body, (window_BS, length, jnp.zeros((num_tokens,), jnp.int32)))[2]
+
+    return run
+
+
+def _next_logits(program: Program):
+    """(params, bias, window [B, S], length) -> float32 scores [B, V] of the token after the first `length` ones."""
+    config, decoder, fold = program.config, program.decoder, program.fold
+    places = param.placements(decoder.declarations, fold)
+    dtype = jnp.dtype(config.precision.compute_dtype)
+
+    def run(shards, bias_LE, ids_BS, index_BS, length):
+        params = {n: param.enter(decoder.declarations[n], places[n], t, dtype) for n, t in shards.items()}
+        tokens = Tokens((index_BS < length).astype(jnp.int32), index_BS, index_BS)
+        biases = bias_LE if config.model.router.bias_rate > 0 else None
+        hidden, _ = decoder.hidden(params, biases, ids_BS, tokens, fold, dtype)
+        hidden = collectives.all_gather(collectives.all_gather(hidden, fold.dense.tp, dim=1), fold.dense.cp, dim=1)
+        index_BS = collectives.all_gather(index_BS, fold.dense.cp, dim=1)
+        last_BD = (hidden * (index_BS == length - 1)[..., None]).sum(axis=1)
+        last_BD = collectives.pmax(last_BD, fold.dense.cp)  # equal already; this lets the type say so
+        return logits(last_BD, decoder.head(params), fold, vocab_size=config.model.vocab_size)
+
+    dense = fold.dense
+    rows, sequence = PartitionSpec(dense.dp, dense.cp), PartitionSpec(dense.dp, dense.tp)
+    specs = jax.tree.map(lambda p: p.spec, places)
+    inner = sharded(run, program.mesh, (specs, PartitionSpec(), rows, rows, PartitionSpec()), sequence)
+
+    def call(params, bias, window_BS, length):
+        index_BS = jnp.broadcast_to(jnp.arange(window_BS.shape[1], dtype=jnp.int32)[None], window_BS.shape)
+        return inner(params, bias, window_BS, index_BS, length)
+
+    return call

@@ -1,0 +1,28 @@
+"""The gated MLP that every token passes: of dense layers and shared experts.  D model width, F its own, over tp."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mesh import collectives
+from mesh.fold import Fold
+from moex.layers.param import declare
+
+
+def swiglu(gate_up):
+    """silu(gate) * up of [..., 2, F] (arXiv 2002.05202), computed in float32, in the input's dtype."""
+    gate, up = gate_up[..., 0, :].astype(jnp.float32), gate_up[..., 1, :].astype(jnp.float32)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate x) * up x).  In and out: activations [B, S / (cp tp), D]."""
+
+    def __init__(self, d_model: int, width: int):
+        self.gate_up = declare(d_model, 2, width, axes=(None, None, "tp"))
+        self.down = declare(width, d_model, axes=("tp", None), init="output")
+
+    def __call__(self, x_BSD, fold: Fold):
+        x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
+        hidden = swiglu(jnp.einsum("bsd,dgf->bsgf", x_BSD, self.gate_up[...]))
+        return collectives.psum_scatter(hidden @ self.down[...], fold.dense.tp, dim=1)

@@ -1,0 +1,1 @@
+"""What the backward pass keeps, computes again or parks elsewhere."""

@@ -1,0 +1,1 @@
+"""The decoder, model families as configurations, and their FLOPs."""

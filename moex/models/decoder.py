@@ -1,0 +1,135 @@
+"""The one decoder: embedding, layers in scans, final norm; every family is a configuration of it.
+
+B rows of this device, S its part of a sequence between layers (over cp and tp), D model width, V vocabulary of this
+device (over tp), L MoE layers, E experts.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mesh import collectives
+from mesh.fold import Fold
+from moex.config import ModelConfig
+from moex.layers.attention import GroupedQueryAttention
+from moex.layers.mla import LatentAttention
+from moex.layers.mlp import MLP
+from moex.layers.moe import MoE, MoEStats
+from moex.layers.norm import RMSNorm
+from moex.layers.param import declarations, declare
+from moex.layers.tokens import Tokens, own_part
+from moex.memory.recompute import recomputed
+
+Enter = Callable[[str, Mapping], Mapping]
+
+
+class Layer(nnx.Module):
+    """One pre-norm layer: attention, then a dense MLP or experts."""
+
+    def __init__(self, config: ModelConfig, *, sparse: bool, transport: str, align: int):
+        kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
+        self.sparse = sparse
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = kinds[config.attention.kind](config.d_model, config.attention, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        if sparse:
+            self.moe = MoE(config, transport=transport, align=align)
+        else:
+            self.mlp = MLP(config.d_model, config.dense_width)
+
+    def __call__(self, x_BSD, bias_E, tokens: Tokens, fold: Fold, recompute: tuple[str, ...]):
+        """Returns activations like x_BSD, and `MoEStats` of a sparse layer or None."""
+        with jax.named_scope("attention"):
+            attend = recomputed("attention", recompute)(lambda x: self.attention(self.attention_norm(x), tokens, fold))
+            x_BSD += attend(x_BSD)
+        if not self.sparse:
+            with jax.named_scope("mlp"):
+                return x_BSD + recomputed("mlp", recompute)(lambda x: self.mlp(self.ffn_norm(x), fold))(x_BSD), None
+        with jax.named_scope("moe"):
+            real_BS = own_part(tokens.segments, fold) > 0
+            experts = recomputed("experts", recompute)
+            moe = lambda x: self.moe(self.ffn_norm(x), bias_E, real_BS, fold, checkpoint_experts=experts)
+            y_BSD, stats = recomputed("moe", recompute)(moe)(x_BSD)
+            return x_BSD + y_BSD, stats
+
+
+class Ends(nnx.Module):
+    """Embedding, final norm and head. Rows of the vocabulary past its true size are zero and stay so."""
+
+    def __init__(self, config: ModelConfig):
+        rows, real = config.padded_vocab_size, config.vocab_size
+        self.embedding = declare(rows, config.d_model, axes=("tp", None), float32=True, valid_rows=real)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = declare(rows, config.d_model, axes=("tp", None), float32=True, valid_rows=real)
+
+
+class Decoder:
+    """What is static of a model: its layers' structure and its parameters' declarations.
+
+    Parameters are a dict: `ends` (embedding, norm, head), `dense_layers`, `moe_layers`, the layers stacked along a leading
+    dim; a stack without layers is absent.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, transport: str = "local", align: int = 64, recompute: tuple[str, ...] = ()
+    ):
+        self.config, self.recompute = config, recompute
+        layer = lambda sparse: Layer(config, sparse=sparse, transport=transport, align=align)
+        stacks = dict(dense_layers=(config.num_dense_layers, False), moe_layers=(config.num_moe_layers, True))
+        self._graphs = {name: nnx.graphdef(layer(sparse)) for name, (count, sparse) in stacks.items() if count}
+        self.declarations = dict(ends=declarations(Ends(config))) | {
+            name: declarations(layer(sparse), stacked=count) for name, (count, sparse) in stacks.items() if count
+        }
+
+    def hidden(
+        self, params: Mapping, bias_LE, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = lambda _, tree: tree
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Final normalised activations.
+
+        Args:
+          params: as compute sees them, or stored shards when `enter` turns shards into that.
+          bias_LE: float32 router biases, or None.
+          ids_BS: token ids of this device's context-parallel part, equal over tp; `tokens` likewise.
+          enter: called with a stack's name and one layer's parameters, inside the scan over layers.
+
+        Returns: [B, S / tp, D] in `dtype`, and statistics stacked over MoE layers (None without any).
+        """
+        ends = enter("ends", params["ends"])
+        x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
+        stats = None
+        for name, graph in self._graphs.items():
+            biased = name == "moe_layers" and bias_LE is not None
+
+            def body(x_BSD, layer, name=name, graph=graph):
+                weights, bias_E = layer
+
+                def run(x_BSD, weights, bias_E):
+                    return nnx.merge(graph, enter(name, weights))(x_BSD, bias_E, tokens, fold, self.recompute)
+
+                return recomputed("layer", self.recompute)(run)(x_BSD, weights, bias_E)
+
+            x_BSD, stats = lax.scan(body, x_BSD, (params[name], bias_LE if biased else None))
+        with jax.named_scope("final_norm"):
+            return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
+
+    def head(self, params: Mapping, enter: Enter = lambda _, tree: tree):
+        """The head's weight [V, D], float32; the embedding where they are tied."""
+        ends = enter("ends", params["ends"])
+        return ends["embedding" if self.config.tie_embeddings else "head"]
+
+
+def _norm_graph(config: ModelConfig):
+    return nnx.graphdef(RMSNorm(config.d_model, config.norm_eps))
+
+
+def embed(ids_BS, weight_VD, fold: Fold):
+    """Rows of the embedding by token id: ids [B, S] equal over tp -> [B, S / tp, D], each device holding V rows."""
+    tp = fold.dense.tp
+    local_BS = ids_BS - collectives.axis_index(tp) * weight_VD.shape[0]
+    mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
+    rows = weight_VD[jnp.where(mine_BS, local_BS, 0)] * mine_BS[..., None]
+    return collectives.psum_scatter(rows, tp, dim=1)

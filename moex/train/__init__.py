@@ -1,0 +1,1 @@
+"""One training step: state, loss, optimizer, and the jitted program that joins them."""

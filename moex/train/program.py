@@ -1,0 +1,49 @@
+"""A configuration made ready to run: fold, mesh, decoder, optimizer, and the jitted programs over them."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from mesh import Fold, build_mesh
+from moex.config import RunConfig
+from moex.models.decoder import Decoder
+from moex.train.optim import optimizer
+from moex.train.state import TrainState, abstract_state, initial_state
+from moex.train.step import Batch, abstract_batch, make_eval_step, make_train_step
+
+
+class Program(NamedTuple):
+    """What a run is made of. train: (state, batch) -> (state, metrics), state donated. eval: see `make_eval_step`."""
+
+    config: RunConfig
+    fold: Fold
+    mesh: Mesh
+    decoder: Decoder
+    tx: optax.GradientTransformation
+    state: TrainState
+    batch: Batch
+    train: Callable
+    eval: Callable
+
+    def initial_state(self) -> TrainState:
+        return initial_state(self.config, self.decoder, self.tx, self.state)
+
+
+def build(config: RunConfig, fold: Fold, devices: Sequence[jax.Device] | None = None, *, mesh=None) -> Program:
+    """Joins the parts; nothing is compiled yet. `state` and `batch` are abstract (shapes, dtypes, shardings).
+
+    mesh: an abstract mesh of the fold, to trace at a scale that isn't there; else one is built of `devices` (all).
+    """
+    mesh = mesh if mesh is not None else build_mesh(fold, jax.devices() if devices is None else devices)
+    decoder = Decoder(config.model, transport=config.parallel.transport, recompute=config.memory.recompute)
+    tx = optimizer(config.optimizer, decoder.declarations)
+    state = abstract_state(config, decoder, tx, fold, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    train = jax.jit(make_train_step(config, decoder, tx, fold, mesh), donate_argnums=0, out_shardings=(shardings, None))
+    return Program(
+        config, fold, mesh, decoder, tx, state, abstract_batch(config, fold, mesh), train,
+        jax.jit(make_eval_step(config, decoder, fold, mesh)),
+    )  # fmt: skip

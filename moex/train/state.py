@@ -1,0 +1,73 @@
+"""All that a step carries over to the next, and where it lies on the mesh."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh import Fold
+from moex.config import RunConfig
+from moex.layers import param
+from moex.models.decoder import Decoder
+
+
+class TrainState(NamedTuple):
+    """step int32: number of the next step.  router_bias float32 [L, E].  skips int32: steps in a row without an update
+    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high)."""
+
+    step: jax.Array
+    params: Mapping
+    optimizer: Any
+    router_bias: jax.Array
+    skips: jax.Array
+    samples: jax.Array
+    tokens: jax.Array
+
+
+def count(counter, number):
+    """Adds an int32 number >= 0 to a (low, high) pair of uint32, with carry."""
+    low = counter[0] + number.astype(jnp.uint32)
+    return jnp.stack([low, counter[1] + (low < counter[0]).astype(jnp.uint32)])
+
+
+def counted(counter) -> int:
+    """The number in a (low, high) pair, on the host."""
+    low, high = (int(part) for part in counter)
+    return high << 32 | low
+
+
+def abstract_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the whole state; `mesh` may be abstract."""
+    places = param.placements(decoder.declarations, fold)
+    shardings = jax.tree.map(lambda p: NamedSharding(mesh, p.spec), places)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    params = param.abstract(decoder.declarations)
+    moments = jax.eval_shape(tx.init, params)
+    moments = optax.tree.map_params(tx, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere))
+    scalar = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+    return TrainState(
+        step=scalar((), jnp.int32),
+        params=jax.tree.map(shaped, params, shardings),
+        optimizer=moments,
+        router_bias=scalar((config.model.num_moe_layers, config.model.router.num_experts), jnp.float32),
+        skips=scalar((), jnp.int32),
+        samples=scalar((2,), jnp.uint32),
+        tokens=scalar((2,), jnp.uint32),
+    )
+
+
+def initial_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, abstract: TrainState) -> TrainState:
+    """Draws parameters, and zeros for the rest, on the mesh that `abstract` names."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    params = param.initial_values(
+        decoder.declarations, config.train.seed, config.model.init_std, config.model.num_layers, shardings.params
+    )
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    rest = jax.jit(
+        lambda: zeros(abstract._replace(params=None)), out_shardings=shardings._replace(params=None)
+    )()  # optax starts its moments and counts at zero
+    return rest._replace(params=params)

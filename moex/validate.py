@@ -1,0 +1,179 @@
+"""Checks of a whole configuration before anything is compiled: each problem names field, numbers and remedy."""
+
+from mesh import Fold, fold
+from moex.config import ParallelConfig, RunConfig
+from moex.layers.router import check_router
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message lists every problem found, one a line."""
+
+
+def resolve_fold(parallel: ParallelConfig, num_devices: int) -> Fold:
+    """The fold over `num_devices`, with dp and edp filled in where they are 0.  Raises ConfigError with the numbers."""
+    sizes = {}
+    for free, others in (("dp", ("pp", "cp", "tp")), ("edp", ("pp", "ep", "etp"))):
+        given = {name: getattr(parallel, name) for name in others}
+        if bad := {name: size for name, size in given.items() if size < 1}:
+            raise ConfigError(f"parallel: sizes must be at least 1, got {bad}")
+        product = 1
+        for size in given.values():
+            product *= size
+        own = getattr(parallel, free)
+        text = " x ".join(f"{n}={s}" for n, s in given.items())
+        if own < 0:
+            raise ConfigError(f"parallel.{free}={own} must be at least 1, or 0 to fill the devices")
+        if not own and num_devices % product:
+            raise ConfigError(
+                f"parallel: {text} is {product}, which doesn't divide the {num_devices} devices; change one of them"
+            )
+        if own and own * product != num_devices:
+            raise ConfigError(
+                f"parallel: {free}={own} x {text} is {own * product} devices, but there are {num_devices}; "
+                f"set parallel.{free} to 0 to fill the devices"
+            )
+        sizes |= given | {free: own or num_devices // product}
+    pick = lambda *names: {name: sizes[name] for name in names}
+    try:
+        return fold(pick("pp", "dp", "cp", "tp"), pick("pp", "edp", "ep", "etp"))
+    except ValueError as error:
+        raise ConfigError(f"parallel: {error}") from error
+
+
+def check(config: RunConfig) -> None:
+    """Everything that can be known without devices.  Raises ConfigError."""
+    _raise(_model_problems(config) + _train_problems(config) + _parallel_problems(config))
+
+
+def check_on(config: RunConfig, folded: Fold) -> None:
+    """How batch, sequence, heads and widths divide over the fold.  Raises ConfigError."""
+    model, train, attention = config.model, config.train, config.model.attention
+    size = folded.size
+    problems = [
+        _divides("train.batch_size / train.accumulation", train.batch_size // train.accumulation, "dp", size("dp")),
+        _divides("train.seq_len", train.seq_len, "cp x tp", size("cp") * size("tp")),
+        _divides("model.attention.num_heads", attention.num_heads, "tp", size("tp")),
+        _divides("padded vocabulary", model.padded_vocab_size, "tp", size("tp")),
+        _divides("model.router.num_experts", model.router.num_experts, "ep", size("ep")),
+        _divides("model.expert_width", model.expert_width, "etp", size("etp")),
+        _divides("model.shared_width", model.shared_width, "tp", size("tp")),
+    ]
+    if model.num_dense_layers:
+        problems.append(_divides("model.dense_width", model.dense_width, "tp", size("tp")))
+    kv, tp = attention.num_kv_heads, size("tp")
+    if attention.kind == "gqa" and kv % tp and tp % kv:
+        problems.append(
+            f"model.attention.num_kv_heads={kv} and tp={tp}: one must divide the other, so that every device holds whole "
+            "key-value heads; change parallel.tp"
+        )
+    _raise(problems)
+
+
+def _divides(name: str, number: int, view: str, size: int) -> str:
+    remedy = f"choose a multiple of {size}, or another parallel size"
+    return f"{name}={number} doesn't divide by {view}={size}: {remedy}" if number % size else ""
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    model, a = config.model, config.model.attention
+    problems = []
+    try:
+        check_router(model.router)
+    except ValueError as error:
+        problems.append(f"model.router: {error}")
+    positive = dict(
+        vocab_size=model.vocab_size, vocab_multiple=model.vocab_multiple, d_model=model.d_model,
+        num_layers=model.num_layers, expert_width=model.expert_width,
+    )  # fmt: skip
+    problems += [f"model.{name}={value} must be at least 1" for name, value in positive.items() if value < 1]
+    if not 0 <= model.num_dense_layers <= model.num_layers:
+        problems.append(
+            f"model.num_dense_layers={model.num_dense_layers} must lie between 0 and num_layers={model.num_layers}"
+        )
+    if a.num_heads < 1 or a.num_kv_heads < 1 or a.num_heads % a.num_kv_heads:
+        problems.append(
+            f"model.attention.num_heads={a.num_heads} must be a multiple of num_kv_heads={a.num_kv_heads}: every key-value "
+            "head serves the same number of query heads"
+        )
+    latent = {name: getattr(a, name) for name in ("kv_latent_dim", "rope_dim", "value_dim")}
+    if a.kind == "mla" and (missing := [name for name, value in latent.items() if value < 1]):
+        problems.append(f"model.attention.kind=mla needs {missing} above 0")
+    if a.kind == "mla" and (a.num_kv_heads != a.num_heads or a.value_dim > a.head_dim + a.rope_dim or a.qk_norm):
+        problems.append(
+            f"model.attention.kind=mla: num_kv_heads={a.num_kv_heads} must equal num_heads={a.num_heads}, value_dim="
+            f"{a.value_dim} be at most head_dim + rope_dim={a.head_dim + a.rope_dim}, and qk_norm be off"
+        )
+    if a.kind == "gqa" and (extra := [n for n, v in latent.items() if v] + ["q_latent_dim"] * bool(a.q_latent_dim)):
+        problems.append(f"model.attention: {extra} have no effect with kind=gqa; set them to 0 or kind to mla")
+    rotated = a.rope_dim if a.kind == "mla" else a.head_dim
+    if rotated % 2:
+        problems.append(f"model.attention: the rotated width {rotated} must be even")
+    router = model.router
+    if router.renormalize and router.top_k == 1 and router.score_function == "softmax" and model.num_moe_layers:
+        problems.append(
+            "model.router: top_k=1 with softmax and renormalize gives every token the weight 1, so the router learns "
+            "nothing from the loss; set model.router.renormalize to False"
+        )
+    if model.num_moe_layers == 0 and model.shared_width:
+        problems.append(f"model.shared_width={model.shared_width} has no effect without MoE layers; set it to 0")
+    return problems
+
+
+def _train_problems(config: RunConfig) -> list[str]:
+    train, opt, problems = config.train, config.optimizer, []
+    numbers = dict(
+        steps=train.steps, batch_size=train.batch_size, accumulation=train.accumulation,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+    )  # fmt: skip
+    problems += [f"train.{name}={value} must be at least 1" for name, value in numbers.items() if value < 1]
+    if train.seq_len < 2:
+        problems.append(f"train.seq_len={train.seq_len} must be at least 2")
+    if train.accumulation >= 1 and train.batch_size % train.accumulation:
+        problems.append(
+            f"train.batch_size={train.batch_size} rows don't divide into train.accumulation={train.accumulation} equal "
+            "micro-batches"
+        )
+    if not 0 <= opt.warmup_steps < train.steps:
+        problems.append(
+            f"optimizer.warmup_steps={opt.warmup_steps} must lie between 0 and train.steps={train.steps} (not included)"
+        )
+    if opt.name == "sgd" and opt.weight_decay:
+        problems.append(f"optimizer.weight_decay={opt.weight_decay} has no effect with sgd; set it to 0")
+    if opt.clip_norm < 0:
+        problems.append(f"optimizer.clip_norm={opt.clip_norm} must be positive, or 0 for none")
+    if config.checkpoint.every_steps < 1 or config.checkpoint.keep < 1:
+        problems.append("checkpoint.every_steps and checkpoint.keep must be at least 1")
+    if config.data.corpus == "stdlib" and config.model.vocab_size < 256:
+        problems.append(f"model.vocab_size={config.model.vocab_size} must be at least 256: the stdlib corpus is bytes")
+    if min(config.observe.eval_every, config.observe.eval_rows, config.observe.sample_tokens) < 0:
+        problems.append("observe.eval_every, eval_rows and sample_tokens must not be negative")
+    if config.observe.log_every < 1:
+        problems.append(f"observe.log_every={config.observe.log_every} must be at least 1")
+    modules, model = set(config.memory.recompute), config.model
+    if "layer" in modules and len(modules) > 1:
+        problems.append(f"memory.recompute: `layer` contains {sorted(modules - {'layer'})}; name one or the others")
+    if "mlp" in modules and not model.num_dense_layers:
+        problems.append("memory.recompute: `mlp` has no effect without dense layers")
+    if modules & {"moe", "experts"} and not model.num_moe_layers:
+        problems.append("memory.recompute: `moe` and `experts` have no effect without MoE layers")
+    return problems
+
+
+def _parallel_problems(config: RunConfig) -> list[str]:
+    parallel, problems = config.parallel, []
+    if parallel.pp != 1:
+        problems.append(f"parallel.pp={parallel.pp}: pipeline parallelism isn't built yet, set it to 1")
+    experts, ep = config.model.router.num_experts, parallel.ep
+    if ep > 0 and experts % ep:
+        problems.append(f"model.router.num_experts={experts} doesn't divide by parallel.ep={ep}: choose a divisor of {experts}")
+    if parallel.transport == "local" and (parallel.ep > 1 or parallel.etp > 1):
+        problems.append(
+            f"parallel.transport=local keeps all experts on every device, so parallel.ep={ep} and parallel.etp="
+            f"{parallel.etp} must be 1"
+        )
+    return problems
+
+
+def _raise(problems: list[str]) -> None:
+    if found := [p for p in problems if p]:
+        raise ConfigError("\n".join(found))
