@@ -4,6 +4,7 @@ Import-linter's own contracts list what is forbidden, which a new dependency wou
 """
 
 import sys
+from typing import Any
 
 import grimp
 from importlinter import Contract, ContractCheck, fields, output
@@ -17,9 +18,10 @@ class AllowedImportsContract(Contract):
 
     type_name = "allowed_imports"
 
-    packages = fields.SetField(subfield=fields.StringField())
-    allowed = fields.SetField(subfield=fields.StringField(), required=False, default=())
-    forbidden_roots = fields.SetField(subfield=fields.StringField(), required=False, default=())
+    # Any: the contract replaces each field by the parsed value.
+    packages: Any = fields.SetField(subfield=fields.StringField())
+    allowed: Any = fields.SetField(subfield=fields.StringField(), required=False, default=())
+    forbidden_roots: Any = fields.SetField(subfield=fields.StringField(), required=False, default=())
 
     def check(self, graph: grimp.ImportGraph, verbose: bool) -> ContractCheck:
         """Collects each direct import that is not on the list."""
