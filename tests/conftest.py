@@ -1,0 +1,73 @@
+"""What every test runs under: 8 CPU devices, no silent promotion, full-precision products, no silent skip.
+
+The environment is set before JAX is imported, so that a test's child processes inherit it.
+`JAX_PLATFORMS=cuda` runs the tests marked needs_gpu, too; without it they are left out, and the run says how many.
+"""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+# Compiled programs of earlier runs. A size limit makes JAX lock the folder, which parallel workers need.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+HAVE_GPU = bool({"cuda", "gpu"} & set(os.environ["JAX_PLATFORMS"].split(",")))
+LEFT_OUT = "needs_gpu: no GPU backend in JAX_PLATFORMS"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out the tests that need a GPU when the run has none."""
+    if HAVE_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("needs_gpu"):
+            item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many tests were left out for want of a GPU, also when there were none."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    num_left_out = sum("needs_gpu" in report.keywords for report in skipped)
+    if HAVE_GPU:
+        terminalreporter.write_line("needs_gpu: run here, none left out")
+    else:
+        terminalreporter.write_line(f"needs_gpu: {num_left_out} tests left out (no GPU backend in JAX_PLATFORMS)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run in which no test ran: green must mean that something was tested."""
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or reporter is None or config.option.collectonly or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if not any(reporter.stats.get(outcome) for outcome in ("passed", "xfailed")):
+        reporter.write_line("\nno test ran: every test was skipped or deselected", red=True)
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[jax.Device]:
+    """The eight CPU devices, or the GPUs of a GPU run."""
+    return jax.devices()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is also the working folder: what a run leaves behind lands there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
