@@ -14,6 +14,8 @@ import numpy as np
 
 
 class Line(NamedTuple):
+    """A line of a file that parsed."""
+
     number: int  # 1 is the first
     raw: bytes  # as it is in the file, newline included
     record: dict
@@ -93,7 +95,7 @@ def iter_lines(path: str | Path) -> Iterator[Line]:
 
     Raises: ValueError naming file and line number for every other broken line; FileNotFoundError.
     """
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
                 record = decode(raw)
@@ -116,10 +118,10 @@ def replace_file(path: Path, content: bytes) -> None:
     """Gives `path` this content or leaves it as it was, never in between, should the process die."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "wb") as file:
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -146,7 +146,7 @@ def _split_torn(path: Path) -> tuple[bytes | None, bytes]:
     """(what the file should be, the torn last line); None in the first place when the file may stay as it is."""
     if not path.exists() or not path.stat().st_size:
         return None, b""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() == b"\n":
             return None, b""

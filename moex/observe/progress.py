@@ -54,6 +54,7 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS)
 
     def update(self, record: Mapping) -> float | None:
+        """Takes in a step record; None when neither the clock nor `step_s` tells how long a step takes."""
         step, now, step_s = record.get("step"), record.get("time"), record.get("step_s")
         left = self.total_steps - step - 1
         if now is not None:

@@ -30,10 +30,13 @@ def test_non_finite_values_become_null_and_are_named(tmp_path):
         log.step(record(0, loss=float("nan"), grad_norm=np.float32("inf"), lr=1e-3))
         log.event("start", peak=-np.inf, nested={"a": np.nan, "b": 2})
     (step,) = lines(tmp_path / "metrics.jsonl")
-    assert step["loss"] is None and step["grad_norm"] is None and step["lr"] == 1e-3
+    assert step["loss"] is None
+    assert step["grad_norm"] is None
+    assert step["lr"] == 1e-3
     assert step["non_finite"] == ["loss", "grad_norm"]
     (event,) = lines(tmp_path / "events.jsonl")
-    assert event["nested"] == {"a": None, "b": 2} and event["non_finite"] == ["peak", "nested.a"]
+    assert event["nested"] == {"a": None, "b": 2}
+    assert event["non_finite"] == ["peak", "nested.a"]
 
 
 def test_numpy_becomes_plain_numbers(tmp_path):
@@ -48,8 +51,11 @@ def test_numpy_becomes_plain_numbers(tmp_path):
             )
         )
     (step,) = lines(tmp_path / "metrics.jsonl")
-    assert step["step"] == 7 and step["loss"] == 0.5 and step["overflow"] is False
-    assert step["valid_tokens"] == 4_000_000_000 and step["expert_counts"] == [[1, 2], [3, 4]]
+    assert step["step"] == 7
+    assert step["loss"] == 0.5
+    assert step["overflow"] is False
+    assert step["valid_tokens"] == 4_000_000_000
+    assert step["expert_counts"] == [[1, 2], [3, 4]]
     assert "non_finite" not in step
 
 
@@ -59,10 +65,12 @@ def test_each_line_is_on_disk_before_the_log_is_closed(tmp_path):
     log.event("checkpoint", step=0)
     assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 0
     event = lines(tmp_path / "events.jsonl")[0]
-    assert event["kind"] == "checkpoint" and event["step"] == 0 and event["time"] > 1.7e9
+    assert event["kind"] == "checkpoint"
+    assert event["step"] == 0
+    assert event["time"] > 1.7e9
     log.close()
     log.close()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="closed"):
         log.step(record(1))
 
 
