@@ -1,0 +1,167 @@
+"""The log of a run: metrics.jsonl, one line a training step, and events.jsonl, everything else that happened.
+
+One process writes (process 0 of a multi-host run). L MoE layers, E experts.
+"""
+
+import difflib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from moex.observe.jsonl import decode, encode, iter_lines, read_jsonl, replace_file
+
+__all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "RunLog", "check_step", "read_jsonl"]
+
+STEP_FIELDS = {
+    "step": "number of the step just done, from 0",
+    "loss": "what was minimised, nats a token",
+    "lm_loss": "cross entropy alone, nats a token",
+    "aux_loss": "load-balance loss",
+    "z_loss": "router z-loss",
+    "grad_norm": "global norm of the gradient before clipping",
+    "lr": "learning rate of this step",
+    "valid_tokens": "tokens that counted in the loss",
+    "tokens_per_s": "tokens a second, all devices together",
+    "model_tflops": "model TFLOP/s a device",
+    "mfu": "share of the listed peak, 0 to 1; null where the device has no listed peak",
+    "expert_counts": "tokens each expert was given, [L][E]",
+    "dropped": "routed rows that reached no expert",
+    "overflow": "whether the transport's budget was too small",
+    "skipped": "whether the update was left out",
+    "step_s": "seconds the step took",
+    "time": "wall clock when the step was done, seconds since the epoch",
+}
+OPTIONAL_FIELDS = {
+    "eval_loss": "cross entropy on the held-out text, nats a token",
+    "eval_tokens": "held-out tokens behind eval_loss",
+    "sample_ids": "numbers of the samples in the batch",
+}
+
+
+def check_step(record: Mapping[str, object]) -> None:
+    """Raises ValueError naming the fields when one is missing or unknown, or when `step` is not a whole number >= 0."""
+    problems = [f"missing field '{name}' ({STEP_FIELDS[name]})" for name in STEP_FIELDS if name not in record]
+    known = [*STEP_FIELDS, *OPTIONAL_FIELDS]
+    for name in record:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            problems.append(f"unknown field '{name}'" + (f" (did you mean '{close[0]}'?)" if close else ""))
+    if "step" in record and not _is_step(record["step"]):
+        problems.append(f"field 'step' must be a whole number >= 0, not {record['step']!r}")
+    if problems:
+        raise ValueError("step record: " + "; ".join(problems))
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0
+
+
+class RunLog:
+    """Appends to the two files of a run folder; every line is flushed, so a killed process loses at most the last one.
+
+    Opening makes the folder and mends what a killed process left: a torn last line of metrics.jsonl moves to
+    events.jsonl as text (kind "superseded_step"); one of events.jsonl becomes an event of kind "torn_line".
+    """
+
+    def __init__(self, run_dir: str | Path):
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metrics_path = folder / "metrics.jsonl"
+        self.events_path = folder / "events.jsonl"
+        _mend_events(self.events_path)
+        self._events = self.events_path.open("ab")
+        self._move_torn_step()
+        self._metrics = self.metrics_path.open("ab")
+
+    def step(self, record: Mapping[str, object]) -> None:
+        """Writes one step's line. `record` has every field of STEP_FIELDS and any of OPTIONAL_FIELDS, on the host.
+
+        Raises: ValueError naming a missing or unknown field, or when the log is closed; TypeError naming a field
+        without a JSON form. Nothing is written then.
+        """
+        check_step(record)
+        _append(self._metrics, encode(record))
+
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Writes one event with the wall clock as `time`. Raises ValueError for a field the log itself writes."""
+        for name in ("kind", "time"):
+            if name in fields:
+                raise ValueError(f"event '{kind}': field '{name}' is written by the log itself; choose another name")
+        _append(self._events, encode({"kind": kind, "time": time.time(), **fields}))
+
+    def resume(self, step: int) -> int:
+        """Makes room for a rerun from `step`, the first step to be done again, and returns the number of lines moved.
+
+        Lines of metrics.jsonl with that step or a later one go to events.jsonl as kind "superseded_step" with the old
+        line as `record`. They are there before metrics.jsonl is replaced: a kill in between repeats but never loses.
+        Raises: ValueError for a negative step or, naming file and line, for a broken line or one without a step.
+        """
+        if not _is_step(step):
+            raise ValueError(f"resume: step must be a whole number >= 0, not {step!r}")
+        kept, moved = [], []
+        for line in iter_lines(self.metrics_path):
+            if not _is_step(line.record.get("step")):
+                raise ValueError(f"{self.metrics_path}, line {line.number}: no step number")
+            (moved if line.record["step"] >= step else kept).append(line)
+        if not moved:
+            return 0
+        for line in moved:
+            self.event("superseded_step", step=line.record["step"], record=line.record)
+        os.fsync(self._events.fileno())
+        self._metrics.close()
+        replace_file(self.metrics_path, b"".join(line.raw for line in kept))
+        self._metrics = self.metrics_path.open("ab")
+        return len(moved)
+
+    def close(self) -> None:
+        """Closes both files; a second call does nothing."""
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _move_torn_step(self) -> None:
+        whole, torn = _split_torn(self.metrics_path)
+        if torn:
+            self.event("superseded_step", text=torn.decode("utf-8", "replace"))
+            os.fsync(self._events.fileno())
+        if whole is not None:
+            replace_file(self.metrics_path, whole)
+
+
+def _append(file, line: bytes) -> None:
+    file.write(line)
+    file.flush()
+
+
+def _split_torn(path: Path) -> tuple[bytes | None, bytes]:
+    """(what the file should be, the torn last line); None in the first place when the file may stay as it is."""
+    if not path.exists() or not path.stat().st_size:
+        return None, b""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return None, b""
+    content = path.read_bytes()
+    cut = content.rfind(b"\n") + 1
+    try:
+        decode(content[cut:])
+    except ValueError:
+        return content[:cut], content[cut:]
+    return content + b"\n", b""
+
+
+def _mend_events(path: Path) -> None:
+    whole, torn = _split_torn(path)
+    if torn:
+        whole += encode({"kind": "torn_line", "time": time.time(), "text": torn.decode("utf-8", "replace")})
+    if whole is not None:
+        replace_file(path, whole)

@@ -1,0 +1,139 @@
+"""A run folder as arrays: what the report is made of.
+
+N steps, L MoE layers, E experts.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from moex.observe.jsonl import iter_lines, read_jsonl
+from moex.observe.load import counts_array
+
+_CONTINUES = ("start", "resume", "finish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`values[name]` is a field of the step records, float64 [N], NaN where null or absent; the rest is as on disk."""
+
+    name: str
+    steps: np.ndarray  # int64 [N], increasing
+    values: dict[str, np.ndarray]
+    counts: np.ndarray  # tokens by expert, float32 [N, L, E], NaN where a step or layer has none
+    non_finite_steps: np.ndarray  # bool [N]
+    events: list[dict] = field(default_factory=list)  # without the superseded steps
+    superseded: int = 0
+    config: dict | None = None
+    env: dict | None = None
+    problems: list[str] = field(default_factory=list)  # files that are missing or broken, in words
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.values.get(name, np.full(len(self.steps), np.nan))
+
+    def events_of(self, kind: str) -> list[dict]:
+        """All events of a kind, in order."""
+        return [event for event in self.events if event.get("kind") == kind]
+
+    def last_event(self, kind: str) -> dict:
+        """The latest event of a kind; empty when there is none."""
+        return next((event for event in reversed(self.events) if event.get("kind") == kind), {})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last start or resume was followed by a finish."""
+        kinds = [event.get("kind") for event in self.events if event.get("kind") in _CONTINUES]
+        return bool(kinds) and kinds[-1] == "finish"
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Nats a token, from the data event."""
+        return as_number(self.last_event("data").get("unigram_entropy"))
+
+
+def as_number(value: object) -> float | None:
+    """The finite number `value` is, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Reads a run folder; of a step logged twice the later line counts.
+
+    Raises: FileNotFoundError when there is no such folder; ValueError when it has no steps or, naming file and line,
+    for a broken line that is not a torn last one. A missing or broken config.json or env.json is told in `problems`.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run_dir} is not a folder; give the run folder, the one with metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    records = _read_steps(metrics) if metrics.exists() else []
+    if not records:
+        raise ValueError(f"{metrics} {'has no steps' if metrics.exists() else 'is missing'}; nothing to report yet")
+    problems: list[str] = []
+    config, env = (_read_object(folder / name, problems) for name in ("config.json", "env.json"))
+    events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+    kept = [event for event in events if event.get("kind") != "superseded_step"]
+    name = (config or {}).get("name")
+    return Run(
+        name=name if isinstance(name, str) and name else folder.resolve().name,
+        steps=np.array([record["step"] for record in records], np.int64),
+        values=_columns(records),
+        counts=_stack_counts([record["expert_counts"] for record in records]),
+        non_finite_steps=np.array([bool(record.get("non_finite")) for record in records]),
+        events=kept,
+        superseded=len(events) - len(kept),
+        config=config,
+        env=env,
+        problems=problems,
+    )
+
+
+def _read_steps(path: Path) -> list[dict]:
+    """Records by increasing step, counts as arrays at once: as lists they would take several times the memory."""
+    by_step = {}
+    for line in iter_lines(path):
+        record = line.record
+        if as_number(record.get("step")) is None:
+            raise ValueError(f"{path}, line {line.number}: no step number")
+        record["expert_counts"] = counts_array(record.get("expert_counts")).astype(np.float32)
+        by_step[record["step"]] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_object(path: Path, problems: list[str]) -> dict | None:
+    if not path.exists():
+        problems.append(f"{path.name} is missing")
+        return None
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        problems.append(f"{path.name} is broken ({error})")
+        return None
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} is broken (not an object)")
+        return None
+    return value
+
+
+def _columns(records: list[dict]) -> dict[str, np.ndarray]:
+    """Every field that is a number or flag somewhere, as float64 with NaN elsewhere."""
+
+    def number(value: object) -> float:
+        return float(value) if isinstance(value, bool | int | float) else math.nan
+
+    names = dict.fromkeys(name for record in records for name in record if name != "expert_counts")
+    columns = {name: np.array([number(record.get(name)) for record in records]) for name in names}
+    return {name: column for name, column in columns.items() if not np.isnan(column).all()}
+
+
+def _stack_counts(rows: list[np.ndarray]) -> np.ndarray:
+    shape = tuple(max(row.shape[i] for row in rows) for i in (0, 1))
+    stacked = np.full((len(rows), *shape), np.nan, np.float32)
+    for index, row in enumerate(rows):
+        stacked[index, : row.shape[0], : row.shape[1]] = row
+    return stacked
