@@ -11,20 +11,20 @@ from moex.layers.param import declare
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
-def expert_mlp(rows_RD, weights_R, sizes_e, gate_up_eDgF, down_eFD, *, align: int = 1):
+def expert_mlp(rows_RD, weights_R, sizes_e, gate_up_eDgF, down_eFD):
     """down(weight * silu(gate x) * up x) of each row by its expert.
 
     The router's weight is applied before the down projection: the sum over a token's experts is then a plain sum, and
     the expert's output isn't needed for the weight's gradient (memory-efficient permutation, arXiv 2603.07685).
 
-    Args: rows_RD in compute dtype; weights_R float32; sizes_e int32 rows of each expert, multiples of `align`.
+    Args: rows_RD in compute dtype; weights_R float32; sizes_e int32 rows of each expert.
     Returns: [R, D] like rows_RD; rows past the last expert are zero.
     """
     num_experts, d_model, _, width = gate_up_eDgF.shape
     flat = gate_up_eDgF.reshape(num_experts, d_model, 2 * width)
-    gate_up = grouped_matmul(rows_RD, flat, sizes_e, align=align).astype(jnp.float32)
+    gate_up = grouped_matmul(rows_RD, flat, sizes_e).astype(jnp.float32)
     hidden = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:] * weights_R[:, None]
-    return grouped_matmul(hidden.astype(rows_RD.dtype), down_eFD, sizes_e, align=align)
+    return grouped_matmul(hidden.astype(rows_RD.dtype), down_eFD, sizes_e)
 
 
 class Experts(nnx.Module):
@@ -34,5 +34,5 @@ class Experts(nnx.Module):
         self.gate_up = declare(num_experts, d_model, 2, width, axes=("ep", None, None, "etp"), slices=1)
         self.down = declare(num_experts, width, d_model, axes=("ep", "etp", None), slices=1, init="output")
 
-    def __call__(self, rows_RD, weights_R, sizes_e, *, align: int = 1):
-        return expert_mlp(rows_RD, weights_R, sizes_e, self.gate_up[...], self.down[...], align=align)
+    def __call__(self, rows_RD, weights_R, sizes_e):
+        return expert_mlp(rows_RD, weights_R, sizes_e, self.gate_up[...], self.down[...])

@@ -30,7 +30,7 @@ class MoEStats(NamedTuple):
 class MoE(nnx.Module):
     """Sparse feed-forward block.  In and out: activations [B, S, D]; also returns `MoEStats`."""
 
-    def __init__(self, config: ModelConfig, *, transport: str = "local", align: int = 64):
+    def __init__(self, config: ModelConfig, *, transport: str = "local", align: int = 1):
         self.router_config, self.transport, self.align = config.router, transport, align
         self.router = Router(config.d_model, config.router)
         self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
@@ -58,7 +58,7 @@ class MoE(nnx.Module):
             plan = transport.plan(wanted_Tk, config.num_experts, align=self.align)
             rows_RD, weights_R = transport.send(x_TD, plan), transport.send_pairs(routing.weights_Tk, plan)
         with jax.named_scope("experts"):
-            experts = checkpoint_experts(lambda rows, weights: self.experts(rows, weights, plan.sizes_e, align=self.align))
+            experts = checkpoint_experts(lambda rows, weights: self.experts(rows, weights, plan.sizes_e))
             rows_RD = experts(rows_RD, weights_R)
         with jax.named_scope("combine"):
             y_BSD = transport.combine(rows_RD, plan).reshape(x_BSD.shape)

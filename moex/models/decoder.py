@@ -75,7 +75,7 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, *, transport: str = "local", align: int = 64, recompute: tuple[str, ...] = ()
+        self, config: ModelConfig, *, transport: str = "local", align: int = 1, recompute: tuple[str, ...] = ()
     ):
         self.config, self.recompute = config, recompute
         layer = lambda sparse: Layer(config, sparse=sparse, transport=transport, align=align)

@@ -1,0 +1,176 @@
+"""What a run says of itself before its first step: derived numbers, environment, and whether it may continue a folder."""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from mesh.topology import peak_flops
+from moex.cli import dump, load
+from moex.config import RunConfig
+from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
+from moex.layers import param
+from moex.models.flops import num_parameters, train_flops_per_token
+from moex.train.program import Program
+from moex.validate import ConfigError
+
+FREE_TO_CHANGE = ("folder", "name", "train.steps", "parallel", "memory", "checkpoint", "observe")
+"""Fields and sections that may differ when a run folder is continued."""
+
+
+class Data(NamedTuple):
+    """The corpus, its two readers, and nats a token of guessing by frequency alone in the training text."""
+
+    corpus: Corpus
+    train: Batches
+    held_out: Batches
+    unigram_entropy: float
+
+
+def load_data(config: RunConfig) -> Data:
+    """Opens and checks the corpus.  Raises ConfigError when it is missing, too small or has ids past the vocabulary."""
+    train = config.train
+    sizes = dict(seq_len=train.seq_len, rows=train.batch_size // train.accumulation, accumulation=train.accumulation)
+    try:
+        corpus = stdlib_corpus()
+        for tokens in (corpus.train, corpus.held_out):
+            check_tokens(tokens, config.model.vocab_size)
+        batches = Batches(corpus.train, **sizes, seed=train.seed)
+        held_out = Batches(corpus.held_out, **sizes, seed=train.seed, shuffle=False)
+    except ValueError as error:
+        raise ConfigError(f"data: {error}") from error
+    return Data(corpus, batches, held_out, unigram_entropy(corpus.train.tokens))
+
+
+def derive(program: Program, data: Data) -> dict[str, Any]:
+    """Numbers that follow from the configuration, for plan.json and the start event."""
+    config, model = program.config, program.config.model
+    total, active = num_parameters(program.decoder.declarations, model)
+    device = program.mesh.devices.flat[0]
+    decays: list[str] = []
+    param.named_map(lambda name, d: decays.append(name) if d.decays else None, program.decoder.declarations)
+    return dict(
+        parameters=total,
+        active_parameters=active,
+        flops_per_token=train_flops_per_token(model, config.train.seq_len),
+        tokens_per_step=config.train.batch_size * config.train.seq_len,
+        total_steps=config.train.steps,
+        epochs=config.train.steps * data.train.windows_per_step / data.train.num_windows,
+        num_devices=program.fold.num_devices,
+        device_kind=device.device_kind,
+        peak_flops=peak_flops(device.device_kind),
+        mesh=program.fold.describe(),
+        state_bytes_per_device=sum(
+            x.dtype.itemsize * _size(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(program.state)
+        ),
+        weight_decay=decays,
+        corpus=data.corpus.name,
+        corpus_fingerprint=data.corpus.fingerprint,
+        train_tokens=len(data.corpus.train),
+        held_out_tokens=len(data.corpus.held_out),
+        train_files=len(data.corpus.train.names),
+        held_out_files=len(data.corpus.held_out.names),
+        unigram_entropy=data.unigram_entropy,
+    )
+
+
+def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) lines for a person: what will be trained, on what, how long, with which rules."""
+    d, model, router, opt = derived, config.model, config.model.router, config.optimizer
+    rules = [f"{router.score_function}, top {router.top_k} of {router.num_experts}"]
+    rules += [f"groups {router.top_groups} of {router.num_groups}"] if router.num_groups > 1 else []
+    rules += [f"balance loss x {router.aux_coefficient:g}" if router.aux_coefficient else "balance loss off"]
+    rules += [f"z-loss x {router.z_coefficient:g}" if router.z_coefficient else "z-loss off"]
+    rules += [f"bias rate {router.bias_rate:g}" if router.bias_rate else "bias off"]
+    layers = f"{model.num_layers} layers ({model.num_dense_layers} dense), width {model.d_model}"
+    lines = [
+        ("model", f"{layers}; {d['parameters'] / 1e6:,.2f}M parameters, {d['active_parameters'] / 1e6:,.2f}M a token"),
+        ("router", "; ".join(rules)),
+        ("compute", f"{config.precision.compute_dtype}; recompute {', '.join(config.memory.recompute) or 'nothing'}"),
+        ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}; transport {config.parallel.transport}"),
+        ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
+        ("step", f"{d['tokens_per_step']:,} tokens, {d['flops_per_token'] * d['tokens_per_step'] / 1e9:,.1f} GFLOP (model)"),
+        ("run", f"{config.train.steps} steps, {d['epochs']:.2f} epochs of {d['train_tokens']:,} tokens ({d['corpus']})"),
+        ("optimizer", f"{opt.name}, lr {opt.peak_lr:g} -> {opt.final_lr:g}, clip {opt.clip_norm:g}, decay {opt.weight_decay:g} on"),
+        ("", ", ".join(d["weight_decay"])),
+        ("unigram entropy", f"{d['unigram_entropy']:.4f} nats a byte: the loss of knowing only how frequent each byte is"),
+    ]
+    return lines if opt.name == "adamw" else [line for line in lines if line[0]]
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform and the code's git state, for env.json."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+    def git(*arguments: str) -> str | None:
+        folder = Path(__file__).parent
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    except OSError:  # no git on this machine
+        commit = changed = None
+    return dict(
+        python=sys.version.split()[0],
+        platform=platform.platform(),
+        versions={name: metadata.version(name) for name in packages},
+        devices=[d.device_kind for d in jax.devices()],
+        processes=jax.process_count(),
+        git_commit=commit,
+        git_clean=None if changed is None else not changed,
+    )
+
+
+def write_inputs(folder: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
+    """Writes config.json, env.json and plan.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(dump(config))
+    (folder / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(derived, indent=2) + "\n")
+
+
+def check_existing(folder: Path, config: RunConfig, data: Data) -> None:
+    """Raises ConfigError when the folder holds a run that this configuration or corpus would not continue."""
+    if not (folder / "config.json").is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} exists and is no run folder (it has no config.json); pass another --folder")
+        return
+    changed = differences(load(folder / "config.json"), config)
+    if refused := {n: v for n, v in changed.items() if not n.startswith(FREE_TO_CHANGE)}:
+        text = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in refused.items())
+        raise ConfigError(f"{folder} holds a run with another configuration: {text}. Pass another --folder, or those values")
+    plan = folder / "plan.json"
+    if plan.is_file() and json.loads(plan.read_text())["corpus_fingerprint"] != data.corpus.fingerprint:
+        raise ConfigError(
+            f"{folder} was trained on another corpus than {data.corpus.name} of this machine: continue it with the Python "
+            "version it was started with, or pass another --folder"
+        )
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields by dotted name whose values differ, with both values."""
+    flat = lambda config: dict(_flatten(json.loads(dump(config))))
+    before, after = flat(old), flat(new)
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = ""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size

@@ -1,0 +1,179 @@
+"""The training loop, its order of operations in plain sight.
+
+The loop enqueues step n + 1 before it reads the numbers of step n, so devices never wait for the host; it catches up
+before it evaluates or saves.
+"""
+
+import collections
+import contextlib
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from mesh.distributed import Start, describe
+from moex import startup
+from moex.checkpoint import Checkpoints
+from moex.config import RunConfig
+from moex.data import Prefetch
+from moex.evaluate import evaluate
+from moex.generate import generate
+from moex.models.flops import mfu
+from moex.observe.metrics import RunLog
+from moex.observe.progress import Progress
+from moex.observe.report import write_report
+from moex.train.placing import place_batch
+from moex.train.program import Program, build
+from moex.train.state import TrainState
+from moex.validate import check_on, resolve_fold
+
+EXIT_DONE, EXIT_PREEMPTED = 0, 75
+MAX_SKIPS = 10
+"""Steps in a row with non-finite loss or gradients after which the run ends with an error."""
+
+
+def run(config: RunConfig, start: Start) -> int:
+    """Trains up to the configured number of steps, from the newest checkpoint of the run folder if it has one.
+
+    Returns the process's exit code.  Raises ConfigError before anything is compiled when configuration, devices, data or
+    an existing run folder don't fit.
+    """
+    fold = resolve_fold(config.parallel, jax.device_count())
+    check_on(config, fold)
+    data, folder = startup.load_data(config), Path(config.run_folder)
+    startup.check_existing(folder, config, data)
+    program = build(config, fold)
+    derived = startup.derive(program, data)
+    print(describe(start))
+    if jax.process_index() == 0:
+        print("\n".join(f"{name:>16}  {text}" for name, text in startup.table(config, derived)), flush=True)
+        startup.write_inputs(folder, config, derived)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint))
+        first = checkpoints.latest or 0
+        if first >= config.train.steps:
+            print(f"{folder} is trained to step {first} already: raise --train.steps, or pass another --folder")
+            return EXIT_DONE
+        log, progress = _Silent(), _Silent()
+        if jax.process_index() == 0:
+            log = stack.enter_context(RunLog(folder))
+            options = dict(every=config.observe.log_every, unigram_entropy=data.unigram_entropy)
+            progress = stack.enter_context(Progress(config.train.steps, first, **options))
+        code = _Loop(program, data, derived, checkpoints, log, progress).run(first)
+    if jax.process_index() == 0 and code == EXIT_DONE:
+        print(f"{'run folder':>16}  {folder}\n{'report':>16}  {write_report(folder)}")
+    return code
+
+
+class _Silent:
+    """Stands for the log and the progress display on processes other than the first."""
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: None
+
+
+class _Loop:
+    """What the loop holds beside the model's state: the steps not yet read, and the clock."""
+
+    def __init__(self, program: Program, data: startup.Data, derived: Mapping[str, Any], checkpoints, log, progress):
+        self.program, self.data, self.derived = program, data, derived
+        self.checkpoints, self.log, self.progress = checkpoints, log, progress
+        self.pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self.skips, self.clock = 0, 0.0
+
+    def run(self, first: int) -> int:
+        steps, observe = self.program.config.train.steps, self.program.config.observe
+        state = self._start(first)
+        step_function = self._compile()
+        with contextlib.closing(Prefetch(self._batch, first)) as batches:
+            self.clock = time.perf_counter()
+            for n in range(first, steps):
+                batch = batches.get(n)
+                with jax.transfer_guard("disallow"):
+                    state, metrics = step_function(state, batch)
+                self.pending.append((n, metrics))
+                done, last = n + 1, n + 1 == steps
+                preempted = multihost_utils.reached_preemption_sync_point(n)
+                saving = last or preempted or self.checkpoints.due(done)
+                evaluating = bool(observe.eval_every) and (last or done % observe.eval_every == 0)
+                if len(self.pending) > 1:
+                    self._record({})
+                if saving or evaluating:
+                    jax.block_until_ready(metrics)  # so that the step's own time doesn't contain the evaluation
+                    self._record(self._evaluate(state) if evaluating and not preempted else {})
+                if saving:
+                    self.checkpoints.save(done, state)
+                    self.log.event("checkpoint", step=done)
+                if preempted:
+                    self.log.event("preempted", step=done)
+                    self.progress.note(f"preempted: saved after step {done}")
+                    return EXIT_PREEMPTED
+                if saving or evaluating:
+                    self.clock = time.perf_counter()  # pauses don't count as time of the next step
+        self._sample(state)
+        self.log.event("finish", step=steps)
+        return EXIT_DONE
+
+    def _start(self, first: int) -> TrainState:
+        derived = dict(self.derived)
+        facts = ("corpus", "corpus_fingerprint", "train_tokens", "held_out_tokens", "train_files", "held_out_files")
+        self.log.event("data", unigram_entropy=derived["unigram_entropy"], **{name: derived[name] for name in facts})
+        if not first:
+            self.log.resume(0)
+            self.log.event("start", **derived)
+            return self.program.initial_state()
+        self.log.resume(first)
+        self.log.event("resume", step=first, **derived)
+        self.progress.note(f"continuing after step {first}")
+        return self.checkpoints.restore(self.program.state, first)
+
+    def _compile(self):
+        began = time.perf_counter()
+        compiled = self.program.train.lower(self.program.state, self.program.batch).compile()
+        self.log.event("compile", seconds=time.perf_counter() - began)
+        return compiled
+
+    def _batch(self, step: int):
+        return place_batch(lambda rows: self.data.train.batch(step, rows), step, self.program.batch)
+
+    def _evaluate(self, state: TrainState) -> dict[str, Any]:
+        result = evaluate(self.program, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
+        return dict(eval_loss=result.loss, eval_tokens=result.tokens)
+
+    def _record(self, extra: Mapping[str, Any]) -> None:
+        """Waits for the oldest pending step, then logs it.  Raises RuntimeError when it says that training must end."""
+        n, metrics = self.pending.popleft()
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        if not values.pop("applied"):
+            raise RuntimeError(f"step {n} was not applied: {values['overflow']} rows overflowed the transport's budget")
+        rate, devices = float(values["valid_tokens"]) / seconds, self.derived["num_devices"]
+        flops = self.derived["flops_per_token"]
+        record = {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | dict(
+            tokens_per_s=rate, model_tflops=rate * flops / devices / 1e12,
+            mfu=mfu(flops, rate, devices, self.derived["peak_flops"]),
+            dropped=0, step_s=seconds, time=time.time(), **extra,
+        )  # fmt: skip
+        self.log.step(record)
+        self.progress.update(record)
+        self.skips = self.skips + 1 if record["skipped"] else 0
+        if self.skips >= MAX_SKIPS:
+            raise RuntimeError(f"loss or gradients were not finite for {MAX_SKIPS} steps in a row, the last of them {n}")
+
+    def _sample(self, state: TrainState) -> None:
+        observe = self.program.config.observe
+        if not observe.sample_tokens:
+            return
+        prompt = list(observe.sample_prompt.encode())[-self.program.config.train.seq_len :]
+        text = self.data.corpus.decode(generate(self.program, state, prompt, observe.sample_tokens))
+        step = self.program.config.train.steps
+        self.log.event("sample", step=step, prompt=observe.sample_prompt, text=text)
+        self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
+        entropy = self.data.unigram_entropy
+        result = self._evaluate(state)["eval_loss"] if observe.eval_every else math.nan
+        self.progress.note(f"held-out loss {result:.4f} nats, {entropy - result:.4f} below the unigram entropy {entropy:.4f}")
