@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -18,8 +19,9 @@ def main(paths: list[str]) -> int:
     failures = 0
     for path in notebooks:
         started = time.monotonic()
+        notebook: Any = nbformat.read(path, as_version=4)  # its declared type spans all old formats
         client = NotebookClient(
-            nbformat.read(path, as_version=4),
+            notebook,
             timeout=CELL_TIMEOUT_S,
             kernel_name="python3",
             resources={"metadata": {"path": str(path.parent)}},

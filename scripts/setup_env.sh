@@ -32,12 +32,12 @@ usable() {
 if usable; then
     [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$content" ] && exit 0
 else
-    python=$(scripts/find_python.sh ${PYTHON_VERSION:-}) || exit 2
-    echo "making $venv with $("$python" -V) ($python)"
     if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
         echo "$venv is no virtual environment: not touching it" >&2
         exit 2
     fi
+    python=$(scripts/find_python.sh ${PYTHON_VERSION:-}) || exit 2
+    echo "making $venv with $("$python" -V) ($python)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
     echo "$place" > "$venv/.moex-place"
