@@ -28,7 +28,7 @@ def tiny_deepseek() -> RunConfig:
             top_groups=2,
             aux_coefficient=1e-4,
         ),
-        train=TrainConfig(steps=300, batch_size=16, seq_len=256),
+        train=TrainConfig(steps=300, batch_size=8, seq_len=256),
         optimizer=OptimizerConfig(peak_lr=4e-3, final_lr=2e-4, warmup_steps=30),
         precision=PrecisionConfig(compute_dtype="float32"),
     )

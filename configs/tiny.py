@@ -1,6 +1,14 @@
 """A small Mixture-of-Experts model of bytes that trains on a laptop in minutes."""
 
-from moex.config import AttentionConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RouterConfig, RunConfig, TrainConfig
+from moex.config import (
+    AttentionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def tiny() -> RunConfig:
@@ -12,10 +20,10 @@ def tiny() -> RunConfig:
             num_layers=4,
             expert_width=192,
             init_std=0.06,
-            attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm=True),
+            attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=64, qk_norm=True),
             router=RouterConfig(num_experts=8, top_k=2, aux_coefficient=0.01),
         ),
-        train=TrainConfig(steps=400, batch_size=16, seq_len=256),
+        train=TrainConfig(steps=400, batch_size=8, seq_len=256),
         optimizer=OptimizerConfig(peak_lr=4e-3, final_lr=2e-4, warmup_steps=30),
         precision=PrecisionConfig(compute_dtype="float32"),
     )

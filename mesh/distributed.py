@@ -71,7 +71,8 @@ def initialise(start: Start | None = None, *, timeout_s: int = 120) -> Start:
 def describe(start: Start) -> str:
     """One line: process, launcher, host and the devices this process drives."""
     local = [f"{d.device_kind}:{d.id}" for d in jax.local_devices()]
-    return f"process {jax.process_index()}/{jax.process_count()} ({start.launcher}) on {socket.gethostname()}: {', '.join(local)}"
+    place = f"process {jax.process_index()}/{jax.process_count()} ({start.launcher}) on {socket.gethostname()}"
+    return f"{place}: {', '.join(local)}"
 
 
 def _checked(start: Start) -> Start:

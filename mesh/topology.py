@@ -29,13 +29,28 @@ ACCELERATORS = {
     "NVIDIA H100 80GB HBM3": Accelerator(memory_bytes=80e9, memory_bytes_per_s=3.35e12, **_HOPPER),
     "NVIDIA H200": Accelerator(memory_bytes=141e9, memory_bytes_per_s=4.8e12, **_HOPPER),
     "NVIDIA B200": Accelerator(
-        bf16_flops=2250e12, fp8_flops=4500e12, memory_bytes=180e9, memory_bytes_per_s=8e12, nvlink_domain=8, **_BLACKWELL
+        bf16_flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=180e9,
+        memory_bytes_per_s=8e12,
+        nvlink_domain=8,
+        **_BLACKWELL,
     ),
     "NVIDIA GB200": Accelerator(
-        bf16_flops=2500e12, fp8_flops=5000e12, memory_bytes=186e9, memory_bytes_per_s=8e12, nvlink_domain=72, **_BLACKWELL
+        bf16_flops=2500e12,
+        fp8_flops=5000e12,
+        memory_bytes=186e9,
+        memory_bytes_per_s=8e12,
+        nvlink_domain=72,
+        **_BLACKWELL,
     ),
     "NVIDIA GB300": Accelerator(
-        bf16_flops=2500e12, fp8_flops=5000e12, memory_bytes=279e9, memory_bytes_per_s=8e12, nvlink_domain=72, **_BLACKWELL
+        bf16_flops=2500e12,
+        fp8_flops=5000e12,
+        memory_bytes=279e9,
+        memory_bytes_per_s=8e12,
+        nvlink_domain=72,
+        **_BLACKWELL,
     ),
 }
 

@@ -20,7 +20,13 @@ from moex.train.state import TrainState
 
 
 def generate(
-    program: Program, state: TrainState, prompt: Sequence[int], num_tokens: int, *, temperature: float = 0.8, seed: int = 0
+    program: Program,
+    state: TrainState,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> list[int]:
     """Continues `prompt` by `num_tokens` token ids; temperature 0 takes the likeliest.
 

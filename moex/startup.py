@@ -95,11 +95,23 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("compute", f"{config.precision.compute_dtype}; recompute {', '.join(config.memory.recompute) or 'nothing'}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}; transport {config.parallel.transport}"),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
-        ("step", f"{d['tokens_per_step']:,} tokens, {d['flops_per_token'] * d['tokens_per_step'] / 1e9:,.1f} GFLOP (model)"),
-        ("run", f"{config.train.steps} steps, {d['epochs']:.2f} epochs of {d['train_tokens']:,} tokens ({d['corpus']})"),
-        ("optimizer", f"{opt.name}, lr {opt.peak_lr:g} -> {opt.final_lr:g}, clip {opt.clip_norm:g}, decay {opt.weight_decay:g} on"),
+        (
+            "step",
+            f"{d['tokens_per_step']:,} tokens, {d['flops_per_token'] * d['tokens_per_step'] / 1e9:,.1f} GFLOP (model)",
+        ),
+        (
+            "run",
+            f"{config.train.steps} steps, {d['epochs']:.2f} epochs of {d['train_tokens']:,} tokens ({d['corpus']})",
+        ),
+        (
+            "optimizer",
+            f"{opt.name}, lr {opt.peak_lr:g} -> {opt.final_lr:g}, clip {opt.clip_norm:g}, decay {opt.weight_decay:g} on",
+        ),
         ("", ", ".join(d["weight_decay"])),
-        ("unigram entropy", f"{d['unigram_entropy']:.4f} nats a byte: the loss of knowing only how frequent each byte is"),
+        (
+            "unigram entropy",
+            f"{d['unigram_entropy']:.4f} nats a byte: the loss of knowing only how frequent each byte is",
+        ),
     ]
     return lines if opt.name == "adamw" else [line for line in lines if line[0]]
 
@@ -145,7 +157,9 @@ def check_existing(folder: Path, config: RunConfig, data: Data) -> None:
     changed = differences(load(folder / "config.json"), config)
     if refused := {n: v for n, v in changed.items() if not n.startswith(FREE_TO_CHANGE)}:
         text = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in refused.items())
-        raise ConfigError(f"{folder} holds a run with another configuration: {text}. Pass another --folder, or those values")
+        raise ConfigError(
+            f"{folder} holds a run with another configuration: {text}. Pass another --folder, or those values"
+        )
     plan = folder / "plan.json"
     if plan.is_file() and json.loads(plan.read_text())["corpus_fingerprint"] != data.corpus.fingerprint:
         raise ConfigError(

@@ -6,7 +6,6 @@ before it evaluates or saves.
 
 import collections
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +83,7 @@ class _Loop:
         self.checkpoints, self.log, self.progress = checkpoints, log, progress
         self.pending: collections.deque[tuple[int, Any]] = collections.deque()
         self.skips, self.clock = 0, 0.0
+        self.held_out: float | None = None
 
     def run(self, first: int) -> int:
         steps, observe = self.program.config.train.steps, self.program.config.observe
@@ -103,8 +103,9 @@ class _Loop:
                 if len(self.pending) > 1:
                     self._record({})
                 if saving or evaluating:
-                    jax.block_until_ready(metrics)  # so that the step's own time doesn't contain the evaluation
-                    self._record(self._evaluate(state) if evaluating and not preempted else {})
+                    jax.block_until_ready(metrics)
+                    ready = time.perf_counter()  # the step's own time ends before its evaluation
+                    self._record(self._evaluate(state) if evaluating and not preempted else {}, ready)
                 if saving:
                     self.checkpoints.save(done, state)
                     self.log.event("checkpoint", step=done)
@@ -142,14 +143,15 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
         result = evaluate(self.program, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
+        self.held_out = result.loss
         return dict(eval_loss=result.loss, eval_tokens=result.tokens)
 
-    def _record(self, extra: Mapping[str, Any]) -> None:
+    def _record(self, extra: Mapping[str, Any], ready: float | None = None) -> None:
         """Waits for the oldest pending step, then logs it.  Raises RuntimeError when it says that training must end."""
         n, metrics = self.pending.popleft()
         values = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
+        ready = ready or time.perf_counter()
+        seconds, self.clock = ready - self.clock, ready
         if not values.pop("applied"):
             raise RuntimeError(f"step {n} was not applied: {values['overflow']} rows overflowed the transport's budget")
         rate, devices = float(values["valid_tokens"]) / seconds, self.derived["num_devices"]
@@ -163,7 +165,9 @@ class _Loop:
         self.progress.update(record)
         self.skips = self.skips + 1 if record["skipped"] else 0
         if self.skips >= MAX_SKIPS:
-            raise RuntimeError(f"loss or gradients were not finite for {MAX_SKIPS} steps in a row, the last of them {n}")
+            raise RuntimeError(
+                f"loss or gradients were not finite for {MAX_SKIPS} steps in a row, the last of them {n}"
+            )
 
     def _sample(self, state: TrainState) -> None:
         observe = self.program.config.observe
@@ -174,6 +178,7 @@ class _Loop:
         step = self.program.config.train.steps
         self.log.event("sample", step=step, prompt=observe.sample_prompt, text=text)
         self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
-        entropy = self.data.unigram_entropy
-        result = self._evaluate(state)["eval_loss"] if observe.eval_every else math.nan
-        self.progress.note(f"held-out loss {result:.4f} nats, {entropy - result:.4f} below the unigram entropy {entropy:.4f}")
+        if self.held_out is not None:
+            entropy = self.data.unigram_entropy
+            below = f"{entropy - self.held_out:.4f} below the unigram entropy {entropy:.4f}"
+            self.progress.note(f"held-out loss {self.held_out:.4f} nats, {below}")

@@ -165,7 +165,9 @@ def _parallel_problems(config: RunConfig) -> list[str]:
         problems.append(f"parallel.pp={parallel.pp}: pipeline parallelism isn't built yet, set it to 1")
     experts, ep = config.model.router.num_experts, parallel.ep
     if ep > 0 and experts % ep:
-        problems.append(f"model.router.num_experts={experts} doesn't divide by parallel.ep={ep}: choose a divisor of {experts}")
+        problems.append(
+            f"model.router.num_experts={experts} doesn't divide by parallel.ep={ep}: choose a divisor of {experts}"
+        )
     if parallel.transport == "local" and (parallel.ep > 1 or parallel.etp > 1):
         problems.append(
             f"parallel.transport=local keeps all experts on every device, so parallel.ep={ep} and parallel.etp="

@@ -4,12 +4,12 @@ import operator
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Prefetch(Generic[T]):
+class Prefetch[T]:
     """Keeps the results of `fn` for the next `depth` steps ready, addressed by step.
 
     Args: fn, a pure function of the step, called on one background thread, for one step at a time and possibly for

@@ -126,7 +126,9 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             ranges = [range(*s.indices(n)) for s, n in zip(index[: len(lead)], lead, strict=True)]
-            out_shape = [len(r) for r in ranges] + [len(range(*s.indices(n))) for s, n in zip(index[len(lead) :], slice_shape, strict=True)]
+            out_shape = [len(r) for r in ranges] + [
+                len(range(*s.indices(n))) for s, n in zip(index[len(lead) :], slice_shape, strict=True)
+            ]
             out = np.empty(out_shape, np.float32)
             for at in np.ndindex(*[len(r) for r in ranges]):
                 out[at] = one(tuple(r[i] for r, i in zip(ranges, at, strict=True)))[index[len(lead) :]]
@@ -139,7 +141,7 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
     if shardings is None:
         return named_map(lambda name, d: draw(name, d, None), tree)
     by_name = {}
-    named_map(lambda name, d: by_name.setdefault(name, d), tree)
+    named_map(by_name.setdefault, tree)
     flat = dict(zip(by_name, jax.tree.leaves(shardings), strict=True))
     return named_map(lambda name, d: draw(name, d, flat[name]), tree)
 

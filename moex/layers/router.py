@@ -43,7 +43,9 @@ def route(logits_TE, bias_E, config: RouterConfig, *, mask_T=None, key=None, rep
     num_tokens, num_experts = logits_TE.shape
     check_router(config)
     if num_experts != config.num_experts:
-        raise ValueError(f"logits are of {num_experts} experts, the configuration says num_experts={config.num_experts}")
+        raise ValueError(
+            f"logits are of {num_experts} experts, the configuration says num_experts={config.num_experts}"
+        )
     if key is not None:
         raise ValueError("route was given a key, but this router draws no noise")
     logits_TE = logits_TE.astype(jnp.float32)

@@ -18,7 +18,9 @@ def mixtral(*, num_heads: int, num_kv_heads: int, head_dim: int, num_experts: in
     )
 
 
-def qwen3_moe(*, num_heads: int, num_kv_heads: int, head_dim: int, num_experts: int, top_k: int, **sizes) -> ModelConfig:
+def qwen3_moe(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, num_experts: int, top_k: int, **sizes
+) -> ModelConfig:
     """Like Mixtral, with RMSNorm of query and key heads and many narrow experts."""
     return ModelConfig(
         attention=AttentionConfig(

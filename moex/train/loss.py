@@ -35,7 +35,9 @@ def cross_entropy_sum(hidden_BSD, head_VD, labels_BS, mask_BS, fold: Fold, *, vo
     num_tokens = x_BSD.shape[0] * x_BSD.shape[1]
     chunk = min(chunk_tokens, num_tokens)
     padding = -num_tokens % chunk
-    cut = lambda x, *dims: jnp.pad(x.reshape(num_tokens, *dims), ((0, padding),) + ((0, 0),) * len(dims)).reshape(-1, chunk, *dims)
+    cut = lambda x, *dims: jnp.pad(x.reshape(num_tokens, *dims), ((0, padding),) + ((0, 0),) * len(dims)).reshape(
+        -1, chunk, *dims
+    )
 
     @jax.checkpoint
     def chunk_sum(x_TD, labels_T, mask_T):

@@ -1,7 +1,7 @@
 """A configuration made ready to run: fold, mesh, decoder, optimizer, and the jitted programs over them."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -25,8 +25,8 @@ class Program(NamedTuple):
     tx: optax.GradientTransformation
     state: TrainState
     batch: Batch
-    train: Callable
-    eval: Callable
+    train: Any
+    eval: Any
 
     def initial_state(self) -> TrainState:
         return initial_state(self.config, self.decoder, self.tx, self.state)

@@ -1,6 +1,5 @@
 """All that a step carries over to the next, and where it lies on the mesh."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +12,22 @@ from moex.config import RunConfig
 from moex.layers import param
 from moex.models.decoder import Decoder
 
+Leaf = Any
+"""An array, or what stands for it in a tree of the same structure: its shape, sharding or spec."""
+
 
 class TrainState(NamedTuple):
     """step int32: number of the next step.  router_bias float32 [L, E].  skips int32: steps in a row without an update
-    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high)."""
+    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high).
+    """
 
-    step: jax.Array
-    params: Mapping
+    step: Leaf
+    params: Any
     optimizer: Any
-    router_bias: jax.Array
-    skips: jax.Array
-    samples: jax.Array
-    tokens: jax.Array
+    router_bias: Leaf
+    skips: Leaf
+    samples: Leaf
+    tokens: Leaf
 
 
 def count(counter, number):
@@ -39,7 +42,9 @@ def counted(counter) -> int:
     return high << 32 | low
 
 
-def abstract_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh) -> TrainState:
+def abstract_state(
+    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh
+) -> TrainState:
     """Shapes, dtypes and shardings of the whole state; `mesh` may be abstract."""
     places = param.placements(decoder.declarations, fold)
     shardings = jax.tree.map(lambda p: NamedSharding(mesh, p.spec), places)
@@ -47,7 +52,9 @@ def abstract_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransf
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
-    moments = optax.tree.map_params(tx, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere))
+    moments = optax.tree.map_params(
+        tx, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere)
+    )
     scalar = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
     return TrainState(
         step=scalar((), jnp.int32),
@@ -60,7 +67,9 @@ def abstract_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransf
     )
 
 
-def initial_state(config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, abstract: TrainState) -> TrainState:
+def initial_state(
+    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
     """Draws parameters, and zeros for the rest, on the mesh that `abstract` names."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     params = param.initial_values(

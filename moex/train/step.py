@@ -22,7 +22,7 @@ from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate
-from moex.train.state import TrainState, count
+from moex.train.state import Leaf, TrainState, count
 
 
 class Batch(NamedTuple):
@@ -32,23 +32,23 @@ class Batch(NamedTuple):
     segments: document within the row, 0 is padding.  positions: offset within the document.  index: place in the row.
     """
 
-    step: jax.Array
-    ids: jax.Array
-    labels: jax.Array
-    mask: jax.Array
-    segments: jax.Array
-    positions: jax.Array
-    index: jax.Array
+    step: Leaf
+    ids: Leaf
+    labels: Leaf
+    mask: Leaf
+    segments: Leaf
+    positions: Leaf
+    index: Leaf
 
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. balance and z are means over layers and micro-batches."""
 
-    lm_loss: jax.Array
-    balance: jax.Array
-    z: jax.Array
-    counts_LE: jax.Array
-    overflow: jax.Array
+    lm_loss: Leaf
+    balance: Leaf
+    z: Leaf
+    counts_LE: Leaf
+    overflow: Leaf
 
 
 def batch_specs(fold: Fold) -> Batch:
@@ -64,7 +64,10 @@ def abstract_batch(config: RunConfig, fold: Fold, mesh) -> Batch:
     dtypes = Batch(*[jnp.int32] * 7)._replace(mask=jnp.bool_)
     shapes = Batch(*[shape] * 7)._replace(step=())
     return Batch(
-        *(jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for s, d, p in zip(shapes, dtypes, batch_specs(fold), strict=True))
+        *(
+            jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p))
+            for s, d, p in zip(shapes, dtypes, batch_specs(fold), strict=True)
+        )
     )
 
 
@@ -114,7 +117,9 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
         total_tokens = jnp.maximum(valid, 1).astype(jnp.float32)
 
         def micro_gradients(micro: Batch):
-            function = lambda p: micro_loss(config, decoder, fold, p, bias_LE if use_bias else None, micro, total_tokens, enter)
+            function = lambda p: micro_loss(
+                config, decoder, fold, p, bias_LE if use_bias else None, micro, total_tokens, enter
+            )
             (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(params)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
@@ -133,7 +138,9 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
     return run
 
 
-def make_train_step(config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh) -> Callable:
+def make_train_step(
+    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh
+) -> Callable:
     """(state, batch) -> (state, metrics); jit it with the state donated.
 
     An overflow anywhere, or a batch of another step, leaves the whole state as it was (`applied` is 0 and the step can be

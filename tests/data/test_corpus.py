@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_documents_are_the_files(corpus):
     root = sysconfig.get_path("stdlib")
     for split in (corpus.train, corpus.held_out):
         for d in (0, len(split.names) // 2, len(split.names) - 1):
-            with open(f"{root}/{split.names[d]}", "rb") as file:
+            with (Path(root) / split.names[d]).open("rb") as file:
                 assert split.tokens[split.starts[d] : split.starts[d + 1]].tobytes() == file.read() + b"\0"
 
 
