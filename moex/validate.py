@@ -168,11 +168,22 @@ def _parallel_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"model.router.num_experts={experts} doesn't divide by parallel.ep={ep}: choose a divisor of {experts}"
         )
-    if parallel.transport == "local" and (parallel.ep > 1 or parallel.etp > 1):
+    if parallel.transport == "local" and ep > 1:
         problems.append(
-            f"parallel.transport=local keeps all experts on every device, so parallel.ep={ep} and parallel.etp="
-            f"{parallel.etp} must be 1"
+            f"parallel.transport=local keeps all experts on every device, but parallel.ep={ep}: set the transport to "
+            "alltoall or allgather, or ep to 1"
         )
+    if parallel.transport != "local" and ep == 1:
+        problems.append(f"parallel.transport={parallel.transport} moves nothing with parallel.ep=1: set it to local")
+    if parallel.cell_factor and parallel.transport != "alltoall":
+        problems.append(
+            f"parallel.cell_factor={parallel.cell_factor} has no effect with transport {parallel.transport}"
+        )
+    for name in ("cell_factor", "row_factor"):
+        if (factor := getattr(parallel, name)) and factor < 1:
+            problems.append(
+                f"parallel.{name}={factor} leaves too little room even for balanced routing: at least 1, or 0"
+            )
     return problems
 
 
