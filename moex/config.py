@@ -134,6 +134,8 @@ class ParallelConfig:
     """Dense layers: context parallel."""
     tp: int = 1
     """Dense layers: tensor parallel with sequence parallelism."""
+    context: Literal["gather", "ring", "ulysses"] = "gather"
+    """How context parallelism brings keys to queries: all-gather, a ring of blocks, or all-to-all of heads."""
     edp: int = 0
     """Experts: data parallel."""
     ep: int = 1

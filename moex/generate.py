@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import collectives, sharded
 from moex.layers import param
+from moex.layers.context import zigzag_order
 from moex.layers.tokens import Tokens
 from moex.train.loss import logits
 from moex.train.program import Program
@@ -89,7 +90,8 @@ def _next_logits(program: Program):
     inner = sharded(run, program.mesh, (specs, PartitionSpec(), rows, rows, PartitionSpec()), sequence)
 
     def call(params, bias, window_BS, length):
-        index_BS = jnp.broadcast_to(jnp.arange(window_BS.shape[1], dtype=jnp.int32)[None], window_BS.shape)
-        return inner(params, bias, window_BS, index_BS, length)
+        order = zigzag_order(window_BS.shape[1], fold.size("cp"))
+        index_BS = jnp.broadcast_to(jnp.asarray(order, jnp.int32)[None], window_BS.shape)
+        return inner(params, bias, window_BS[:, order], index_BS, length)
 
     return call

@@ -52,6 +52,7 @@ def check_on(config: RunConfig, folded: Fold) -> None:
     problems = [
         _divides("train.batch_size / train.accumulation", train.batch_size // train.accumulation, "dp", size("dp")),
         _divides("train.seq_len", train.seq_len, "cp x tp", size("cp") * size("tp")),
+        _divides("train.seq_len", train.seq_len, "2 x cp", 2 * size("cp")) if size("cp") > 1 else "",
         _divides("model.attention.num_heads", attention.num_heads, "tp", size("tp")),
         _divides("padded vocabulary", model.padded_vocab_size, "tp", size("tp")),
         _divides("model.router.num_experts", model.router.num_experts, "ep", size("ep")),
@@ -65,6 +66,17 @@ def check_on(config: RunConfig, folded: Fold) -> None:
         problems.append(
             f"model.attention.num_kv_heads={kv} and tp={tp}: one must divide the other, so that every device holds whole "
             "key-value heads; change parallel.tp"
+        )
+    cp = size("cp")
+    if config.parallel.context != "gather" and cp == 1:
+        problems.append(
+            f"parallel.context={config.parallel.context} has no effect with parallel.cp=1: set it to gather"
+        )
+    heads = max(kv // tp, 1) if attention.kind == "gqa" else attention.num_heads // tp
+    if config.parallel.context == "ulysses" and heads % cp:
+        problems.append(
+            f"parallel.context=ulysses trades the {heads} key-value heads of a device for the sequence, and they don't "
+            f"divide by parallel.cp={cp}: use ring or gather"
         )
     _raise(problems)
 

@@ -14,7 +14,7 @@ from jax import lax
 from mesh import collectives
 from mesh.fold import Fold
 from moex.config import ModelConfig, ParallelConfig
-from moex.layers.attention import GroupedQueryAttention
+from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
 from moex.layers.moe import MoE, MoEStats
@@ -33,7 +33,9 @@ class Layer(nnx.Module):
         kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
         self.sparse = sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = kinds[config.attention.kind](config.d_model, config.attention, config.norm_eps)
+        self.attention = kinds[config.attention.kind](
+            config.d_model, config.attention, config.norm_eps, context=parallel.context
+        )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if sparse:
             self.moe = MoE(config, parallel)
