@@ -144,9 +144,9 @@ class ParallelConfig:
     """Experts: tensor parallel."""
     zero: Literal[1, 3] = 1
     """Parameters are stored split over all devices that would repeat them; 1 gathers them once a step, 3 in each layer."""
-    transport: Literal["local", "allgather", "alltoall"] = "local"
+    transport: Literal["local", "allgather", "alltoall", "ragged"] = "local"
     """How rows travel to their experts. local: nothing travels, every device holds all experts (ep = 1). allgather: every
-    rank sees every token of its ep group. alltoall: static cells between every two ranks."""
+    rank sees every token of its ep group. alltoall: static cells between every two ranks. ragged: exact sizes (GPUs)."""
     cell_factor: float = 0.0
     """alltoall: rows of a cell, in units of those of balanced routing; 0 takes the worst case, which cannot overflow."""
     row_factor: float = 0.0

@@ -42,7 +42,7 @@ def run(config: RunConfig, start: Start) -> int:
     an existing run folder don't fit.
     """
     fold = resolve_fold(config.parallel, jax.device_count())
-    check_on(config, fold)
+    check_on(config, fold, jax.default_backend())
     data, folder = startup.load_data(config), Path(config.run_folder)
     startup.check_existing(folder, config, data)
     program = build(config, fold)

@@ -2,6 +2,7 @@
 
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
+from moex.dispatch import unavailable
 from moex.layers.router import check_router
 
 
@@ -45,8 +46,8 @@ def check(config: RunConfig) -> None:
     _raise(_model_problems(config) + _train_problems(config) + _parallel_problems(config))
 
 
-def check_on(config: RunConfig, folded: Fold) -> None:
-    """How batch, sequence, heads and widths divide over the fold.  Raises ConfigError."""
+def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
+    """How batch, sequence, heads and widths divide over the fold, and what runs on the platform.  Raises ConfigError."""
     model, train, attention = config.model, config.train, config.model.attention
     size = folded.size
     problems = [
@@ -67,6 +68,8 @@ def check_on(config: RunConfig, folded: Fold) -> None:
             f"model.attention.num_kv_heads={kv} and tp={tp}: one must divide the other, so that every device holds whole "
             "key-value heads; change parallel.tp"
         )
+    if reason := unavailable(config.parallel.transport, platform):
+        problems.append(f"parallel.transport={config.parallel.transport}: {reason}; use alltoall or allgather")
     cp = size("cp")
     if config.parallel.context != "gather" and cp == 1:
         problems.append(

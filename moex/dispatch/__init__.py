@@ -6,13 +6,31 @@ before they are dispatched, each rank computes its part of the experts' width, a
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex.dispatch import allgather, alltoall, local
+from moex.dispatch import allgather, alltoall, local, ragged
 from moex.dispatch.budget import Budget, budget, worst_case
 from moex.dispatch.plan import Plan
 
-__all__ = ["TRANSPORTS", "Budget", "Plan", "budget", "combine", "plan", "send", "send_pairs", "worst_case"]
+__all__ = [
+    "TRANSPORTS",
+    "Budget",
+    "Plan",
+    "budget",
+    "combine",
+    "plan",
+    "send",
+    "send_pairs",
+    "unavailable",
+    "worst_case",
+]
 
-TRANSPORTS = {"local": local, "allgather": allgather, "alltoall": alltoall}
+TRANSPORTS = {"local": local, "allgather": allgather, "alltoall": alltoall, "ragged": ragged}
+
+
+def unavailable(transport: str, platform: str) -> str:
+    """Why a transport doesn't run on a platform (cpu, gpu); "" where it does."""
+    if transport == "ragged" and platform == "cpu":
+        return "XLA has no ragged all-to-all on CPUs"
+    return ""
 
 
 def plan(
