@@ -41,17 +41,21 @@ def generate(
     window = np.zeros((rows, seq_len), np.int32)
     window[:, : len(prompt)] = np.asarray(prompt, np.int32)
     everywhere = NamedSharding(program.mesh, PartitionSpec())
-    arguments = jax.device_put((window, np.int32(len(prompt)), np.float32(temperature)), everywhere)
-    key = jax.device_put(jax.random.key(seed), everywhere)
-    run = jax.jit(_sample_loop(program, num_tokens))
-    return np.asarray(jax.device_get(run(state.params, state.router_bias, *arguments, key))).tolist()
+    values = (window, np.int32(len(prompt)), np.float32(temperature), np.uint32(seed))
+    arguments = [
+        jax.make_array_from_callback(np.shape(v), everywhere, lambda at, v=v: np.asarray(v)[at]) for v in values
+    ]
+    run = jax.jit(_sample_loop(program, num_tokens), out_shardings=everywhere)
+    return np.asarray(jax.device_get(run(state.params, state.router_bias, *arguments))).tolist()
 
 
 def _sample_loop(program: Program, num_tokens: int):
     next_logits = _next_logits(program)
     vocab_size = program.config.model.vocab_size
 
-    def run(params, bias, window_BS, length, temperature, key):
+    def run(params, bias, window_BS, length, temperature, seed):
+        key = jax.random.key(seed)
+
         def body(i, carry):
             window_BS, length, out = carry
             scores_V = next_logits(params, bias, window_BS, length)[0, :vocab_size]
