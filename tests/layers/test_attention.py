@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from mesh import ALONE, build_mesh, fold, sharded
 from moex.config import AttentionConfig, RopeConfig
 from moex.layers import param
-from moex.layers.attention import GroupedQueryAttention, attend
+from moex.layers.attention import attend
+from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP, swiglu
 from moex.layers.tokens import Tokens, unpacked

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mesh import ALONE
 from moex import dispatch
 from moex.config import RouterConfig
 from moex.layers.router import balance_loss, route, update_bias, z_loss
@@ -98,14 +99,14 @@ def test_bias_update():
 def test_permuted_rows_and_weights_and_their_way_back(golden):
     """The order of rows (expert, then token) and unpermuting: the sum of a token's weighed rows."""
     config, want = golden
-    transport = dispatch.TRANSPORTS["local"]
 
     @jax.jit
     def there_and_back(logits, tokens):
         routing = route(logits, want.get("expert_bias"), config)
-        plan = transport.plan(routing.experts_Tk, config.num_experts)
-        rows, weights = transport.send(tokens, plan), transport.send_pairs(routing.weights_Tk, plan)
-        return rows, weights, transport.combine(rows * weights[:, None], plan)
+        plan = dispatch.plan("local", routing.experts_Tk, config.num_experts, ALONE)
+        rows = dispatch.send("local", tokens, plan, ALONE)
+        weights = dispatch.send_pairs("local", routing.weights_Tk, plan, ALONE)
+        return rows, weights, dispatch.combine("local", rows * weights[:, None], plan, ALONE)
 
     rows, weights, tokens = there_and_back(want["logits"], want["tokens"])
     np.testing.assert_array_equal(rows, want["permuted_tokens"])
