@@ -134,6 +134,8 @@ class ParallelConfig:
     """Dense layers: context parallel."""
     tp: int = 1
     """Dense layers: tensor parallel with sequence parallelism."""
+    context: Literal["gather", "ring", "ulysses"] = "gather"
+    """How context parallelism brings keys to queries: all-gather, a ring of blocks, or all-to-all of heads."""
     edp: int = 0
     """Experts: data parallel."""
     ep: int = 1
@@ -142,8 +144,13 @@ class ParallelConfig:
     """Experts: tensor parallel."""
     zero: Literal[1, 3] = 1
     """Parameters are stored split over all devices that would repeat them; 1 gathers them once a step, 3 in each layer."""
-    transport: Literal["local"] = "local"
-    """How rows travel to their experts. local: every device holds all experts (ep = etp = 1)."""
+    transport: Literal["local", "allgather", "alltoall", "ragged"] = "local"
+    """How rows travel to their experts. local: nothing travels, every device holds all experts (ep = 1). allgather: every
+    rank sees every token of its ep group. alltoall: static cells between every two ranks. ragged: exact sizes (GPUs)."""
+    cell_factor: float = 0.0
+    """alltoall: rows of a cell, in units of those of balanced routing; 0 takes the worst case, which cannot overflow."""
+    row_factor: float = 0.0
+    """Rows of a device's expert buffer, in units of balanced routing; 0 takes the worst case, which cannot overflow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

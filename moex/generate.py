@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import collectives, sharded
 from moex.layers import param
+from moex.layers.context import zigzag_order
 from moex.layers.tokens import Tokens
 from moex.train.loss import logits
 from moex.train.program import Program
@@ -40,17 +41,21 @@ def generate(
     window = np.zeros((rows, seq_len), np.int32)
     window[:, : len(prompt)] = np.asarray(prompt, np.int32)
     everywhere = NamedSharding(program.mesh, PartitionSpec())
-    arguments = jax.device_put((window, np.int32(len(prompt)), np.float32(temperature)), everywhere)
-    key = jax.device_put(jax.random.key(seed), everywhere)
-    run = jax.jit(_sample_loop(program, num_tokens))
-    return np.asarray(jax.device_get(run(state.params, state.router_bias, *arguments, key))).tolist()
+    values = (window, np.int32(len(prompt)), np.float32(temperature), np.uint32(seed))
+    arguments = [
+        jax.make_array_from_callback(np.shape(v), everywhere, lambda at, v=v: np.asarray(v)[at]) for v in values
+    ]
+    run = jax.jit(_sample_loop(program, num_tokens), out_shardings=everywhere)
+    return np.asarray(jax.device_get(run(state.params, state.router_bias, *arguments))).tolist()
 
 
 def _sample_loop(program: Program, num_tokens: int):
     next_logits = _next_logits(program)
     vocab_size = program.config.model.vocab_size
 
-    def run(params, bias, window_BS, length, temperature, key):
+    def run(params, bias, window_BS, length, temperature, seed):
+        key = jax.random.key(seed)
+
         def body(i, carry):
             window_BS, length, out = carry
             scores_V = next_logits(params, bias, window_BS, length)[0, :vocab_size]
@@ -89,7 +94,8 @@ def _next_logits(program: Program):
     inner = sharded(run, program.mesh, (specs, PartitionSpec(), rows, rows, PartitionSpec()), sequence)
 
     def call(params, bias, window_BS, length):
-        index_BS = jnp.broadcast_to(jnp.arange(window_BS.shape[1], dtype=jnp.int32)[None], window_BS.shape)
-        return inner(params, bias, window_BS, index_BS, length)
+        order = zigzag_order(window_BS.shape[1], fold.size("cp"))
+        index_BS = jnp.broadcast_to(jnp.asarray(order, jnp.int32)[None], window_BS.shape)
+        return inner(params, bias, window_BS[:, order], index_BS, length)
 
     return call

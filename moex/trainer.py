@@ -42,7 +42,7 @@ def run(config: RunConfig, start: Start) -> int:
     an existing run folder don't fit.
     """
     fold = resolve_fold(config.parallel, jax.device_count())
-    check_on(config, fold)
+    check_on(config, fold, jax.default_backend())
     data, folder = startup.load_data(config), Path(config.run_folder)
     startup.check_existing(folder, config, data)
     program = build(config, fold)
@@ -180,5 +180,6 @@ class _Loop:
         self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
         if self.held_out is not None:
             entropy = self.data.unigram_entropy
-            below = f"{entropy - self.held_out:.4f} below the unigram entropy {entropy:.4f}"
-            self.progress.note(f"held-out loss {self.held_out:.4f} nats, {below}")
+            gap = entropy - self.held_out
+            place = f"{abs(gap):.4f} {'below' if gap > 0 else 'above'} the unigram entropy {entropy:.4f}"
+            self.progress.note(f"held-out loss {self.held_out:.4f} nats, {place}")

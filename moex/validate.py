@@ -2,6 +2,7 @@
 
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
+from moex.dispatch import unavailable
 from moex.layers.router import check_router
 
 
@@ -45,13 +46,14 @@ def check(config: RunConfig) -> None:
     _raise(_model_problems(config) + _train_problems(config) + _parallel_problems(config))
 
 
-def check_on(config: RunConfig, folded: Fold) -> None:
-    """How batch, sequence, heads and widths divide over the fold.  Raises ConfigError."""
+def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
+    """How batch, sequence, heads and widths divide over the fold, and what runs on the platform.  Raises ConfigError."""
     model, train, attention = config.model, config.train, config.model.attention
     size = folded.size
     problems = [
         _divides("train.batch_size / train.accumulation", train.batch_size // train.accumulation, "dp", size("dp")),
         _divides("train.seq_len", train.seq_len, "cp x tp", size("cp") * size("tp")),
+        _divides("train.seq_len", train.seq_len, "2 x cp", 2 * size("cp")) if size("cp") > 1 else "",
         _divides("model.attention.num_heads", attention.num_heads, "tp", size("tp")),
         _divides("padded vocabulary", model.padded_vocab_size, "tp", size("tp")),
         _divides("model.router.num_experts", model.router.num_experts, "ep", size("ep")),
@@ -65,6 +67,19 @@ def check_on(config: RunConfig, folded: Fold) -> None:
         problems.append(
             f"model.attention.num_kv_heads={kv} and tp={tp}: one must divide the other, so that every device holds whole "
             "key-value heads; change parallel.tp"
+        )
+    if reason := unavailable(config.parallel.transport, platform):
+        problems.append(f"parallel.transport={config.parallel.transport}: {reason}; use alltoall or allgather")
+    cp = size("cp")
+    if config.parallel.context != "gather" and cp == 1:
+        problems.append(
+            f"parallel.context={config.parallel.context} has no effect with parallel.cp=1: set it to gather"
+        )
+    heads = max(kv // tp, 1) if attention.kind == "gqa" else attention.num_heads // tp
+    if config.parallel.context == "ulysses" and heads % cp:
+        problems.append(
+            f"parallel.context=ulysses trades the {heads} key-value heads of a device for the sequence, and they don't "
+            f"divide by parallel.cp={cp}: use ring or gather"
         )
     _raise(problems)
 
@@ -168,11 +183,22 @@ def _parallel_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"model.router.num_experts={experts} doesn't divide by parallel.ep={ep}: choose a divisor of {experts}"
         )
-    if parallel.transport == "local" and (parallel.ep > 1 or parallel.etp > 1):
+    if parallel.transport == "local" and ep > 1:
         problems.append(
-            f"parallel.transport=local keeps all experts on every device, so parallel.ep={ep} and parallel.etp="
-            f"{parallel.etp} must be 1"
+            f"parallel.transport=local keeps all experts on every device, but parallel.ep={ep}: set the transport to "
+            "alltoall or allgather, or ep to 1"
         )
+    if parallel.transport != "local" and ep == 1:
+        problems.append(f"parallel.transport={parallel.transport} moves nothing with parallel.ep=1: set it to local")
+    if parallel.cell_factor and parallel.transport != "alltoall":
+        problems.append(
+            f"parallel.cell_factor={parallel.cell_factor} has no effect with transport {parallel.transport}"
+        )
+    for name in ("cell_factor", "row_factor"):
+        if (factor := getattr(parallel, name)) and factor < 1:
+            problems.append(
+                f"parallel.{name}={factor} leaves too little room even for balanced routing: at least 1, or 0"
+            )
     return problems
 
 

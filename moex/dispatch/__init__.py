@@ -1,5 +1,68 @@
-"""Ways for rows to reach their experts and come back: one contract (`plan.py`), several transports."""
+"""Ways for rows to reach their experts and come back: one contract (`plan.py`), several transports.
 
-from moex.dispatch import local
+The functions here are what a layer calls. They also own expert tensor parallelism: tokens of an etp group are gathered
+before they are dispatched, each rank computes its part of the experts' width, and the parts are summed and scattered back.
+"""
 
-TRANSPORTS = {"local": local}
+from mesh import collectives
+from mesh.fold import Fold
+from moex.dispatch import allgather, alltoall, local, ragged
+from moex.dispatch.budget import Budget, budget, worst_case
+from moex.dispatch.plan import Plan
+
+__all__ = [
+    "TRANSPORTS",
+    "Budget",
+    "Plan",
+    "budget",
+    "combine",
+    "plan",
+    "send",
+    "send_pairs",
+    "unavailable",
+    "worst_case",
+]
+
+TRANSPORTS = {"local": local, "allgather": allgather, "alltoall": alltoall, "ragged": ragged}
+
+
+def unavailable(transport: str, platform: str) -> str:
+    """Why a transport doesn't run on a platform (cpu, gpu); "" where it does."""
+    if transport == "ragged" and platform == "cpu":
+        return "XLA has no ragged all-to-all on CPUs"
+    return ""
+
+
+def plan(
+    transport: str, experts_Tk, num_experts: int, fold: Fold, *,
+    cell_factor: float = 0.0, row_factor: float = 0.0, align: int = 1,
+) -> Plan:  # fmt: skip
+    """Plans one dispatch: chosen experts of this device's tokens (int32 [T, k]) -> index maps.
+
+    cell_factor, row_factor, align: see `moex.dispatch.budget.budget`.
+    """
+    ep, etp = fold.expert.ep, fold.expert.etp
+    experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
+    ranks = fold.size(ep)
+    sizes = budget(
+        *experts_Tk.shape, ranks, num_experts // ranks, cell_factor=cell_factor, row_factor=row_factor, align=align
+    )
+    return TRANSPORTS[transport].plan(experts_Tk, num_experts, sizes, ep)
+
+
+def send(transport: str, x_TD, plan: Plan, fold: Fold):
+    """Token rows [T, D] -> rows [R, D] of this device's experts."""
+    x_TD = collectives.all_gather(x_TD, fold.expert.etp, dim=0)
+    return TRANSPORTS[transport].send(x_TD, plan, fold.expert.ep)
+
+
+def send_pairs(transport: str, weights_Tk, plan: Plan, fold: Fold):
+    """Router weights [T, k] -> one number [R] a row."""
+    weights_Tk = collectives.all_gather(weights_Tk, fold.expert.etp, dim=0)
+    return TRANSPORTS[transport].send_pairs(weights_Tk, plan, fold.expert.ep)
+
+
+def combine(transport: str, rows_RD, plan: Plan, fold: Fold):
+    """Results [R, D], of this device's part of the experts' width -> sums [T, D] of each token's k results."""
+    y_TD = TRANSPORTS[transport].combine(rows_RD, plan, fold.expert.ep)
+    return collectives.psum_scatter(y_TD, fold.expert.etp, dim=0)

@@ -1,29 +1,23 @@
 """The transport of one device: all experts are here, so rows are sorted and nothing travels.
 
-Letters and contract: `moex.dispatch.plan`. Cannot overflow: the buffer holds every pair plus each expert's padding.
+Letters and contract: `moex.dispatch.plan`. The other transports end in this one.
 """
 
 import jax.numpy as jnp
 
+from mesh.axes import Axes
 from mesh.vma import vary, varying
+from moex.dispatch.budget import Budget
 from moex.dispatch.move import invert, move
-from moex.dispatch.plan import Plan
+from moex.dispatch.plan import Rows
 
 
-def num_rows(num_pairs: int, num_experts: int, align: int) -> int:
-    """R: rows that hold `num_pairs` pairs whatever the routing, each expert's start a multiple of `align`."""
-    padding = min(num_experts, num_pairs) * (align - 1)
-    return -(-(num_pairs + padding) // align) * align
-
-
-def plan(experts_Tk, num_experts: int, *, align: int = 1) -> Plan:
-    """Sorts the pairs by expert, token and choice.
-
-    Args: experts_Tk int32; an id outside [0, num_experts) goes nowhere.  align: of each expert's first row.
-    """
+def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes = ()) -> Rows:
+    """Sorts pairs by expert, token and choice.  Raises ValueError when experts are split over devices."""
+    if ep:
+        raise ValueError(f"transport local holds all experts on every device, but ep runs over {ep}")
     num_tokens, top_k = experts_Tk.shape
-    pairs = num_tokens * top_k
-    rows = num_rows(pairs, num_experts, align)
+    pairs, rows, align = num_tokens * top_k, budget.rows, budget.align
     expert_P = experts_Tk.reshape(-1)
     expert_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
     order_P = jnp.argsort(expert_P, stable=True).astype(jnp.int32)
@@ -32,31 +26,32 @@ def plan(experts_Tk, num_experts: int, *, align: int = 1) -> Plan:
     sizes_e = -(-counts_e // align) * align
     sorted_P = expert_P[order_P]
     first_row_e, first_pair_e = jnp.cumsum(sizes_e) - sizes_e, jnp.cumsum(counts_e) - counts_e
-    known = jnp.minimum(sorted_P, num_experts - 1)
-    row_P = first_row_e[known] + jnp.arange(pairs, dtype=jnp.int32) - first_pair_e[known]
-    row_P = jnp.where(sorted_P < num_experts, row_P, -1)
+    known_P = jnp.minimum(sorted_P, num_experts - 1)
+    row_P = first_row_e[known_P] + jnp.arange(pairs, dtype=jnp.int32) - first_pair_e[known_P]
+    wanted_P = sorted_P < num_experts
+    fits_P = wanted_P & (row_P < rows)
     empty = vary(jnp.full((rows,), -1, jnp.int32), varying(expert_P))
-    pair_of_row_R = empty.at[jnp.where(row_P >= 0, row_P, rows)].set(order_P, mode="drop", unique_indices=True)
-    return Plan(
+    pair_of_row_R = empty.at[jnp.where(fits_P, row_P, rows)].set(order_P, mode="drop", unique_indices=True)
+    return Rows(
         token_of_row_R=jnp.where(pair_of_row_R >= 0, pair_of_row_R // top_k, -1),
         pair_of_row_R=pair_of_row_R,
         row_of_pair_Tk=invert(pair_of_row_R, pairs).reshape(num_tokens, top_k),
         counts_e=counts_e,
-        sizes_e=sizes_e,
-        overflow=jnp.zeros_like(counts_e[0]),
+        sizes_e=jnp.clip(rows - first_row_e, 0, sizes_e),  # what overflows is cut off, so sizes stay inside the buffer
+        overflow=(wanted_P & ~fits_P).sum(dtype=jnp.int32),
     )
 
 
-def send(x_TD, plan: Plan):
+def send(x_TD, plan: Rows, ep: Axes = ()):
     """[T, D] -> [R, D] rows for the experts."""
     return move(x_TD, plan.token_of_row_R[:, None], plan.row_of_pair_Tk)
 
 
-def send_pairs(weights_Tk, plan: Plan):
+def send_pairs(weights_Tk, plan: Rows, ep: Axes = ()):
     """[T, k] -> [R]: each row's own number, zero in pad rows."""
     return move(weights_Tk.reshape(-1, 1), plan.pair_of_row_R[:, None], plan.row_of_pair_Tk.reshape(-1, 1))[:, 0]
 
 
-def combine(rows_RD, plan: Plan):
+def combine(rows_RD, plan: Rows, ep: Axes = ()):
     """[R, D] -> [T, D]: the sum of each token's rows in the order of its choices."""
     return move(rows_RD, plan.row_of_pair_Tk, plan.token_of_row_R[:, None])

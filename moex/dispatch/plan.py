@@ -1,24 +1,48 @@
 """The contract that every transport keeps.
 
-T tokens of this device, k experts a token, e experts of this device, R rows of its expert-sorted buffer, D model width.
+T tokens of this device, k experts a token, E experts in all, e of this device, R rows of its expert-sorted buffer, D model
+width; `ep` is the view axis that experts are split over, expert i on rank i // e.
 
-`plan` turns chosen experts into index maps (integers only, no gradient). `send` brings token rows to their experts:
-[R, D] sorted by local expert, inside an expert by (source, token, k), every expert's start aligned, pad rows zero.
-`send_pairs` brings one number a (token, k) pair the same way. `combine` brings results back and sums a token's k rows
-in the order of k; weights have been applied by the expert, so it is a plain sum.
+    plan(experts_Tk, num_experts, budget, ep) -> a plan: index maps (integers only, no gradient) with the fields below
+    send(x_TD, plan, ep) -> rows_RD           token rows, sorted by local expert, pad rows zero
+    send_pairs(weights_Tk, plan, ep) -> [R]   one number a (token, choice) pair, the same way
+    combine(rows_RD, plan, ep) -> y_TD        the sum of each token's k results
+
+An expert's rows stand in the order (source rank, token, choice) and start at a multiple of the alignment. A pair whose
+expert lies outside [0, E) goes nowhere. Forward and backward passes are gathers with a fixed order of sums; weights were
+applied by the expert, so combining is a plain sum. A pair without room is counted in `overflow` and leaves no trace: the
+step that it happens in is not applied.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
 
-class Plan(NamedTuple):
-    """Index maps of one dispatch and what they say of the load.
+class Plan(Protocol):
+    """What the layer reads of any transport's plan."""
+
+    @property
+    def counts_e(self) -> jax.Array:
+        """int32: real rows of each local expert."""
+        ...
+
+    @property
+    def sizes_e(self) -> jax.Array:
+        """int32: the same rounded up to the alignment, as `grouped_matmul` takes them."""
+        ...
+
+    @property
+    def overflow(self) -> jax.Array:
+        """int32: pairs that found no room on this device."""
+        ...
+
+
+class Rows(NamedTuple):
+    """Where rows go inside one device; itself a plan, of the transport `local`.
 
     token_of_row_R: source token of each row, or -1.  pair_of_row_R: source pair (token k + choice), or -1.
-    row_of_pair_Tk: each pair's row, or -1 for a pair that goes nowhere.  counts_e: rows of each local expert.
-    sizes_e: the same rounded up to the alignment.  overflow: int32, rows that found no place.
+    row_of_pair_Tk: each pair's row, or -1.
     """
 
     token_of_row_R: jax.Array

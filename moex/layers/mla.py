@@ -10,7 +10,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex.config import AttentionConfig
-from moex.layers.attention import attend, gather_context
+from moex.layers.context import mix
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declare
 from moex.layers.rope import rotate, softmax_scale
@@ -20,9 +20,9 @@ from moex.layers.tokens import Tokens
 class LatentAttention(nnx.Module):
     """MLA with or without a query latent.  In and out: activations [B, S / (cp tp), D]."""
 
-    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float):
+    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float, *, context: str = "gather"):
         n, nope, rope, v = config.num_heads, config.head_dim, config.rope_dim, config.value_dim
-        self.config = config
+        self.config, self.context = config, context
         if config.q_latent_dim:
             self.query_down = declare(d_model, config.q_latent_dim, axes=(None, None))
             self.query_norm = RMSNorm(config.q_latent_dim, norm_eps)
@@ -48,8 +48,9 @@ class LatentAttention(nnx.Module):
 
         width = nope + config.rope_dim  # attention kernels want values as wide as keys
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, width - config.value_dim)))
-        k, v = (collectives.all_gather(z, fold.dense.cp, dim=1) for z in (k, v))
-        scale = softmax_scale(width, config.rope)
-        mixed = attend(q, k, v, tokens, gather_context(tokens, fold), scale=scale, window=config.sliding_window)
+        mixed = mix(
+            q, k, v, tokens, fold.dense.cp, method=self.context,
+            scale=softmax_scale(width, config.rope), window=config.sliding_window,
+        )  # fmt: skip
         y_BSD = jnp.einsum("bsnh,nhd->bsd", mixed[..., : config.value_dim], self.out[...])
         return collectives.psum_scatter(y_BSD, tp, dim=1)

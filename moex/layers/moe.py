@@ -12,7 +12,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex import dispatch
-from moex.config import ModelConfig
+from moex.config import ModelConfig, ParallelConfig
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
 from moex.layers.router import Router, balance_loss, route, z_loss
@@ -30,8 +30,9 @@ class MoEStats(NamedTuple):
 class MoE(nnx.Module):
     """Sparse feed-forward block.  In and out: activations [B, S, D]; also returns `MoEStats`."""
 
-    def __init__(self, config: ModelConfig, *, transport: str = "local", align: int = 1):
-        self.router_config, self.transport, self.align = config.router, transport, align
+    def __init__(self, config: ModelConfig, parallel: ParallelConfig = ParallelConfig()):  # noqa: B008 (frozen)
+        self.router_config, self.transport = config.router, parallel.transport
+        self.factors = dict(cell_factor=parallel.cell_factor, row_factor=parallel.row_factor)
         self.router = Router(config.d_model, config.router)
         self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
         if config.shared_width:
@@ -42,7 +43,7 @@ class MoE(nnx.Module):
 
         checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
         """
-        config, transport, axes = self.router_config, dispatch.TRANSPORTS[self.transport], fold.dense.tokens
+        config, transport, axes = self.router_config, self.transport, fold.dense.tokens
         x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), real_BS.reshape(-1)
         with jax.named_scope("router"):
             logits_TE = self.router(x_TD)
@@ -55,13 +56,14 @@ class MoE(nnx.Module):
             )
         with jax.named_scope("dispatch"):
             wanted_Tk = jnp.where(real_T[:, None], routing.experts_Tk, config.num_experts)
-            plan = transport.plan(wanted_Tk, config.num_experts, align=self.align)
-            rows_RD, weights_R = transport.send(x_TD, plan), transport.send_pairs(routing.weights_Tk, plan)
+            plan = dispatch.plan(transport, wanted_Tk, config.num_experts, fold, **self.factors)
+            rows_RD = dispatch.send(transport, x_TD, plan, fold)
+            weights_R = dispatch.send_pairs(transport, routing.weights_Tk, plan, fold)
         with jax.named_scope("experts"):
             experts = checkpoint_experts(lambda rows, weights: self.experts(rows, weights, plan.sizes_e))
             rows_RD = experts(rows_RD, weights_R)
         with jax.named_scope("combine"):
-            y_BSD = transport.combine(rows_RD, plan).reshape(x_BSD.shape)
+            y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
         stats = stats._replace(overflow=collectives.psum(plan.overflow, axes))
         if hasattr(self, "shared"):
             with jax.named_scope("shared_expert"):

@@ -135,7 +135,9 @@ def update_bias(bias_E, counts_E, rate: float):
     """
     if not jnp.issubdtype(counts_E.dtype, jnp.integer):
         raise ValueError(f"update_bias needs integer counts, got {counts_E.dtype}: floats stop counting at 2^24")
-    floor, rest = jnp.divmod(counts_E.sum(axis=-1, keepdims=True), counts_E.shape[-1])  # mean = floor + rest / E
+    whole, part = jnp.divmod(counts_E, counts_E.shape[-1])  # divided before summing: a step's pairs may pass 2^31
+    carry, rest = jnp.divmod(part.sum(axis=-1, keepdims=True), counts_E.shape[-1])
+    floor = whole.sum(axis=-1, keepdims=True) + carry  # mean = floor + rest / E
     at_mean = (counts_E == floor) & (rest == 0)
     direction = jnp.where(counts_E > floor, -1.0, jnp.where(at_mean, 0.0, 1.0))
     return bias_E + jnp.float32(rate) * direction.astype(jnp.float32)

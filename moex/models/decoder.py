@@ -13,8 +13,8 @@ from jax import lax
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex.config import ModelConfig
-from moex.layers.attention import GroupedQueryAttention
+from moex.config import ModelConfig, ParallelConfig
+from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
 from moex.layers.moe import MoE, MoEStats
@@ -29,14 +29,16 @@ Enter = Callable[[str, Mapping], Mapping]
 class Layer(nnx.Module):
     """One pre-norm layer: attention, then a dense MLP or experts."""
 
-    def __init__(self, config: ModelConfig, *, sparse: bool, transport: str, align: int):
+    def __init__(self, config: ModelConfig, parallel: ParallelConfig, *, sparse: bool):
         kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
         self.sparse = sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = kinds[config.attention.kind](config.d_model, config.attention, config.norm_eps)
+        self.attention = kinds[config.attention.kind](
+            config.d_model, config.attention, config.norm_eps, context=parallel.context
+        )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if sparse:
-            self.moe = MoE(config, transport=transport, align=align)
+            self.moe = MoE(config, parallel)
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
 
@@ -75,10 +77,14 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, *, transport: str = "local", align: int = 1, recompute: tuple[str, ...] = ()
+        self,
+        config: ModelConfig,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
+        *,
+        recompute: tuple[str, ...] = (),
     ):
         self.config, self.recompute = config, recompute
-        layer = lambda sparse: Layer(config, sparse=sparse, transport=transport, align=align)
+        layer = lambda sparse: Layer(config, parallel, sparse=sparse)
         stacks = dict(dense_layers=(config.num_dense_layers, False), moe_layers=(config.num_moe_layers, True))
         self._graphs = {name: nnx.graphdef(layer(sparse)) for name, (count, sparse) in stacks.items() if count}
         self.declarations = dict(ends=declarations(Ends(config))) | {

@@ -14,7 +14,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.schedule == "constant" and not config.warmup_steps:
         return optax.schedules.constant_schedule(config.peak_lr)  # optax's warm-up of 0 steps stays at 0 for ever
     if config.schedule == "constant":
-        return optax.schedules.warmup_constant_schedule(0.0, config.peak_lr, config.warmup_steps)
+        constant = optax.schedules.constant_schedule(config.peak_lr)
+        warmup = optax.schedules.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
+        return optax.schedules.join_schedules([warmup, constant], [config.warmup_steps])
     return optax.schedules.warmup_cosine_decay_schedule(
         0.0, config.peak_lr, config.warmup_steps, steps, config.final_lr
     )

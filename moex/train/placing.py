@@ -1,10 +1,12 @@
 """From a loader's numpy arrays to a step's `Batch` on the mesh."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
+from moex.layers.context import zigzag_order
 from moex.train.step import Batch
 
 
@@ -16,13 +18,15 @@ def host_rows(abstract: Batch) -> slice:
 
 
 def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch) -> Batch:
-    """Puts a step's rows on the devices.
+    """Puts a step's rows on the devices, the sequence in zig-zag order where context parallelism splits it.
 
     Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S].
     """
     rows = host_rows(abstract)
     arrays = read(rows)
-    index = np.arange(abstract.ids.shape[2], dtype=np.int32)
+    order = zigzag_order(abstract.ids.shape[2], _parts(abstract.ids.sharding, 2))
+    index = order.astype(np.int32)
+    arrays = {name: arrays[name][:, :, order] for name in ("tokens", "labels", "mask", "segments", "positions")}
     values = Batch(
         step=np.int32(step),
         ids=arrays["tokens"],
@@ -43,3 +47,10 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
         return jax.make_array_from_callback(like.shape, like.sharding, part, dtype=like.dtype)
 
     return jax.tree.map(put, values, abstract)
+
+
+def _parts(sharding: jax.sharding.NamedSharding, dim: int) -> int:
+    """Number of parts that a dim is split into."""
+    axes = sharding.spec[dim] if dim < len(sharding.spec) else None
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -38,7 +38,7 @@ def build(config: RunConfig, fold: Fold, devices: Sequence[jax.Device] | None = 
     mesh: an abstract mesh of the fold, to trace at a scale that isn't there; else one is built of `devices` (all).
     """
     mesh = mesh if mesh is not None else build_mesh(fold, jax.devices() if devices is None else devices)
-    decoder = Decoder(config.model, transport=config.parallel.transport, recompute=config.memory.recompute)
+    decoder = Decoder(config.model, config.parallel, recompute=config.memory.recompute)
     tx = optimizer(config.optimizer, decoder.declarations)
     state = abstract_state(config, decoder, tx, fold, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, state)

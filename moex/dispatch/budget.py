@@ -1,0 +1,51 @@
+"""Static sizes of a transport's buffers: part of the compiled program, never of the data.
+
+T tokens that a rank dispatches, k experts a token, n ranks of the ep view, e experts of a rank. Balanced is T k rows a
+rank and T k / n rows a (source, destination) cell.
+"""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """cell_rows: of each cell of an all-to-all.  rows: of the expert-sorted buffer.  align: of its experts' starts."""
+
+    cell_rows: int
+    rows: int
+    align: int
+
+
+def worst_case(num_tokens: int, top_k: int, num_ranks: int, num_local: int, align: int = 1) -> Budget:
+    """Room for any routing: a token sends a rank at most min(k, e) rows. It cannot overflow."""
+    most = num_tokens * min(top_k, num_local)
+    return Budget(cell_rows=most, rows=_aligned(num_ranks * most, num_local, align), align=align)
+
+
+def budget(
+    num_tokens: int,
+    top_k: int,
+    num_ranks: int,
+    num_local: int,
+    *,
+    cell_factor: float = 0.0,
+    row_factor: float = 0.0,
+    align: int = 1,
+) -> Budget:
+    """Cells and rows of so many times the balanced ones, never above the worst case; a factor of 0 is the worst case.
+
+    Raises ValueError for a negative factor.
+    """
+    if cell_factor < 0 or row_factor < 0:
+        raise ValueError(f"cell_factor={cell_factor} and row_factor={row_factor} must not be negative")
+    worst, pairs = worst_case(num_tokens, top_k, num_ranks, num_local, align), num_tokens * top_k
+    cell_rows = math.ceil(pairs * cell_factor / num_ranks) if cell_factor else worst.cell_rows
+    rows = _aligned(math.ceil(pairs * row_factor), num_local, align) if row_factor else worst.rows
+    return Budget(cell_rows=min(cell_rows, worst.cell_rows), rows=min(rows, worst.rows), align=align)
+
+
+def _aligned(rows: int, num_local: int, align: int) -> int:
+    """Rows that hold `rows` real ones with every expert's start at a multiple of `align`."""
+    padding = min(num_local, rows) * (align - 1)
+    return -(-(rows + padding) // align) * align
