@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["tiny", "--train.steps", "4", "--train.batch_size", "8", "--train.seq_len", "32", "--model.num_layers", "1", "--model.d_model", "32", "--model.expert_width", "32", "--optimizer.warmup_steps", "1", "--observe.eval_every", "2", "--observe.eval_rows", "8", "--observe.sample_tokens", "4", "--checkpoint.every_steps", "2", "--checkpoint.keep", "3", "--parallel.tp", "2", "--parallel.ep", "4", "--parallel.transport", "alltoall"]
+SMALL = [
+    "tiny", "--train.steps", "4", "--train.batch_size", "8", "--train.seq_len", "32", "--model.num_layers", "1",
+    "--model.d_model", "32", "--model.expert_width", "32", "--optimizer.warmup_steps", "1", "--observe.eval_every", "2",
+    "--observe.eval_rows", "8", "--observe.sample_tokens", "4", "--checkpoint.every_steps", "2", "--checkpoint.keep", "3",
+    "--parallel.tp", "2", "--parallel.ep", "4", "--parallel.transport", "alltoall",
+]  # fmt: skip
 
 
 def launch(folder: Path, num_processes: int, *overrides: str) -> None:
