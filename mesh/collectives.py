@@ -24,8 +24,11 @@ def axis_size(axes: Axes) -> int:
 
 
 def all_gather(x, axes: Axes, *, dim: int):
-    """Concatenates the shards along `dim`. The transpose is a sum and scatter."""
-    return lax.all_gather(vary(x, axes), axes, axis=dim, tiled=True) if axes else x
+    """Concatenates the shards along `dim`. Its transpose is `psum_scatter`."""
+    if not axes:
+        return x
+    x = vary(x, axes)
+    return _gathered(x, axes, dim) if _inexact(x) else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def psum(x, axes: Axes):
@@ -39,8 +42,36 @@ def pmax(x, axes: Axes):
 
 
 def psum_scatter(x, axes: Axes, *, dim: int):
-    """Sums over the view and keeps this device's part of `dim`, which must divide by the view's size."""
-    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=dim, tiled=True) if axes else x
+    """Sums over the view and keeps this device's part of `dim`, which must divide by the view's size.
+
+    Sums are float32 whatever the dtype, and the result is cast back; its transpose is `all_gather`.
+    """
+    if not axes:
+        return x
+    x = vary(x, axes)
+    return _scattered(x, axes, dim) if _inexact(x) else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x, axes: Axes, dim: int):
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scattered(x, axes: Axes, dim: int):
+    return lax.psum_scatter(x.astype(jnp.float32), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
+
+
+_gathered.defvjp(
+    lambda x, axes, dim: (_gathered(x, axes, dim), None), lambda axes, dim, _, g: (_scattered(g, axes, dim),)
+)
+_scattered.defvjp(
+    lambda x, axes, dim: (_scattered(x, axes, dim), None), lambda axes, dim, _, g: (_gathered(g, axes, dim),)
+)
+
+
+def _inexact(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def all_to_all(x, axes: Axes, *, split_dim: int, concat_dim: int):

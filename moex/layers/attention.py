@@ -3,22 +3,27 @@
 B rows, S and T query and key tokens, N query heads, K key-value heads, H head width.
 """
 
-import jax
-
+from moex.layers import blockwise
+from moex.layers.blockwise import Places
 from moex.layers.tokens import Tokens
 
+BLOCK_SIZE = 64
+"""Queries of a block. On two CPU cores at S = 256 and 512, one block of all queries takes 1.5 to 2 times as long."""
 
-def attend(q_BSNH, k_BTKH, v_BTKH, queries: Tokens, keys: Tokens, *, scale: float, window: int = 0):
+
+def attend(
+    q_BSNH, k_BTKH, v_BTKH, queries: Tokens, keys: Tokens, *, scale: float, window: int = 0, ordered: bool = False
+):
     """softmax(scale q k^T) v over the keys that a query may see; scores and softmax in float32.
 
     A query sees keys of its own document at or before its place, with `window` > 0 only the last `window` of them.
     A padding token (segment 0) sees padding only, so it never yields NaN and never reaches a real token.
 
     Args: q, k, v in compute dtype, N a multiple of K; queries, keys: what is known of their tokens.
-    Returns: [B, S, N, H] like q.
+      ordered: promises that queries and keys are the same tokens in the order of their index; half the work is left out.
+    Returns: [B, S, N, H] like q. Kept for the backward pass: inputs, output and one number a query and head.
     """
-    distance = queries.index[:, :, None] - keys.index[:, None, :]
-    seen = (distance >= 0) & (queries.segments[:, :, None] == keys.segments[:, None, :])
-    if window:
-        seen &= distance < window
-    return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, mask=seen[:, None], scale=scale)
+    return blockwise.attention(
+        q_BSNH, k_BTKH, v_BTKH, Places(queries.segments, queries.index), Places(keys.segments, keys.index),
+        scale=scale, window=window, ordered=ordered, block_size=BLOCK_SIZE,
+    )  # fmt: skip

@@ -21,9 +21,8 @@ from mesh import collectives
 from mesh.axes import Axes
 from mesh.vma import vary, varying
 from moex.layers.attention import attend
+from moex.layers.blockwise import Places, QueryRows, block, block_gradients, merge
 from moex.layers.tokens import Tokens
-
-_MASKED = -1e30
 
 
 def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
@@ -46,7 +45,7 @@ def mix(q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *, method: str, scal
       method: gather, ring (the split must be zig-zag) or ulysses (K must divide by cp).
     """
     if not axes:
-        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, scale=scale, window=window)
+        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, scale=scale, window=window, ordered=True)
     if method == "ring":
         return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, axes, scale, window)
     everyone = Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens))
@@ -74,28 +73,27 @@ def _ring_fwd(q, k, v, segments, index, axes, scale, window):
     """Merges one block after the other by their log-sum-exp, float32."""
     rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
     (q_lo, q_hi), queries = _halves(q), _halves_of(segments, index)
-    block = functools.partial(_block, scale=scale, window=window)
+    part = functools.partial(block, scale=scale, window=window)
 
     (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
-    low = block(q_lo, k_lo, v_lo, queries[0], keys[0])
-    high = _merge(block(q_hi, k_lo, v_lo, queries[1], keys[0]), block(q_hi, k_hi, v_hi, queries[1], keys[1]))
+    low = part(q_lo, k_lo, v_lo, queries[0], keys[0])
+    high = merge(part(q_hi, k_lo, v_lo, queries[1], keys[0]), part(q_hi, k_hi, v_hi, queries[1], keys[1]))
 
     def turn(carry, step):
         low, high, travelling = carry
         travelling = _pass_on(travelling, axes, ranks)
         (k_lo, k_hi), (v_lo, v_hi), keys = *map(_halves, travelling[:2]), _halves_of(*travelling[2:])
         earlier = (rank - step) % ranks < rank  # these keys come from a lower rank: its low chunk is seen by mine
-        high = _merge(high, block(q_hi, k_lo, v_lo, queries[1], keys[0]))
+        high = merge(high, part(q_hi, k_lo, v_lo, queries[1], keys[0]))
         pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(earlier, x, y), a, b)
-        more = block(
+        more = part(
             pick(q_lo, q_hi), pick(k_lo, k_hi), pick(v_lo, v_hi), pick(queries[0], queries[1]), pick(keys[0], keys[1])
         )
-        return (pick(_merge(low, more), low), pick(high, _merge(high, more)), travelling), None
+        return (pick(merge(low, more), low), pick(high, merge(high, more)), travelling), None
 
     steps = jnp.arange(1, ranks, dtype=jnp.int32)
     (low, high, _), _ = lax.scan(turn, (low, high, (k, v, segments, index)), steps)
-    out = jnp.concatenate([low[0], high[0]], axis=1)
-    lse = jnp.concatenate([low[1], high[1]], axis=1)
+    out, lse = _joined(low.out, high.out), _joined(low.lse, high.lse)
     return out.astype(q.dtype), (q, k, v, segments, index, out, lse)
 
 
@@ -106,15 +104,15 @@ def _ring_bwd(axes, scale, window, kept, g):
     g = g.astype(jnp.float32)
     delta = (g * out).sum(axis=-1)
     rows = [_halves(x) for x in (q, g, lse, delta)]
-    low, high = ([pair[i] for pair in rows] for i in (0, 1))
+    low, high = (QueryRows(*(pair[i] for pair in rows)) for i in (0, 1))
     queries = _halves_of(segments, index)
-    block = functools.partial(_block_gradients, scale=scale, window=window)
+    gradients = functools.partial(block_gradients, scale=scale, window=window)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
 
     (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
-    dq_lo, dk_lo, dv_lo = block(low, k_lo, v_lo, queries[0], keys[0])
-    dq_hi, *d_lo = block(high, k_lo, v_lo, queries[1], keys[0])
-    dq_more, dk_hi, dv_hi = block(high, k_hi, v_hi, queries[1], keys[1])
+    dq_lo, dk_lo, dv_lo = gradients(low, k_lo, v_lo, queries[0], keys[0])
+    dq_hi, *d_lo = gradients(high, k_lo, v_lo, queries[1], keys[0])
+    dq_more, dk_hi, dv_hi = gradients(high, k_hi, v_hi, queries[1], keys[1])
     dq_hi += dq_more
     dk, dv = _joined(dk_lo + d_lo[0], dk_hi), _joined(dv_lo + d_lo[1], dv_hi)
 
@@ -124,9 +122,9 @@ def _ring_bwd(axes, scale, window, kept, g):
         (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), _halves_of(segments, index)
         earlier = (rank - step) % ranks < rank
         pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(earlier, x, y), a, b)
-        dq_more, dk_lo, dv_lo = block(high, k_lo, v_lo, queries[1], keys[0])
+        dq_more, dk_lo, dv_lo = gradients(high, k_lo, v_lo, queries[1], keys[0])
         dq_hi += dq_more
-        dq_more, dk_more, dv_more = block(
+        dq_more, dk_more, dv_more = gradients(
             pick(low, high), pick(k_lo, k_hi), pick(v_lo, v_hi), pick(queries[0], queries[1]), pick(keys[0], keys[1])
         )
         none = jnp.zeros_like
@@ -144,54 +142,6 @@ def _ring_bwd(axes, scale, window, kept, g):
 _ring_attention.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _block(q, k, v, queries, keys, *, scale, window):
-    """(output, log-sum-exp) of queries over one block of keys, float32; a query that sees none has 0 and about -1e30."""
-    scores, seen = _scores(q, k, queries, keys, scale, window)
-    top = lax.stop_gradient(scores.max(axis=-1))
-    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
-    total = weights.sum(axis=-1)
-    mixed = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    rows_first = lambda x: x.transpose(0, 3, 1, 2).reshape(q.shape[:3])
-    total = rows_first(total)
-    out = mixed.reshape(*q.shape[:3], v.shape[-1]) / jnp.maximum(total, 1e-30)[..., None]
-    return out, rows_first(top) + jnp.log(jnp.maximum(total, 1e-30))
-
-
-def _block_gradients(rows, k, v, queries, keys, *, scale, window):
-    """(dq, dk, dv) of one block, float32.  rows: q, the output's gradient, global log-sum-exp, sum of gradient x output."""
-    q, g, lse, delta = rows
-    groups = (*q.shape[:2], k.shape[2], -1)
-    scores, seen = _scores(q, k, queries, keys, scale, window)
-    heads_first = lambda x: x.reshape(groups).transpose(0, 2, 3, 1)[..., None]
-    weights = jnp.where(seen, jnp.exp(scores - heads_first(lse)), 0)
-    g = g.reshape(*groups, g.shape[-1])
-    dv = jnp.einsum("bkgst,bskgh->btkh", weights, g)
-    dweights = jnp.einsum("bskgh,btkh->bkgst", g, v.astype(jnp.float32))
-    dscores = weights * (dweights - heads_first(delta)) * scale
-    dq = jnp.einsum("bkgst,btkh->bskgh", dscores, k.astype(jnp.float32)).reshape(q.shape)
-    dk = jnp.einsum("bkgst,bskgh->btkh", dscores, q.astype(jnp.float32).reshape(*groups, q.shape[-1]))
-    return dq, dk, dv
-
-
-def _scores(q, k, queries, keys, scale, window):
-    """Scaled products [B, K, N / K, S, T] in float32, masked to -1e30, and what is seen."""
-    (q_segments, q_index), (k_segments, k_index) = queries, keys
-    distance = q_index[:, :, None] - k_index[:, None, :]
-    seen = (distance >= 0) & (q_segments[:, :, None] == k_segments[:, None, :])
-    if window:
-        seen &= distance < window
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32) * scale
-    seen = jnp.broadcast_to(seen[:, None, None], scores.shape)
-    return jnp.where(seen, scores, _MASKED), seen
-
-
-def _merge(a, b):
-    """Joins two (output, log-sum-exp) of the same queries over disjoint keys."""
-    lse = jnp.logaddexp(a[1], b[1])
-    return a[0] * jnp.exp(a[1] - lse)[..., None] + b[0] * jnp.exp(b[1] - lse)[..., None], lse
-
-
 def _pass_on(tree, axes: Axes, ranks: int):
     """Every rank hands its arrays to the next one."""
     following = [(r, (r + 1) % ranks) for r in range(ranks)]
@@ -202,8 +152,8 @@ def _halves(x):
     return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
 
 
-def _halves_of(segments, index):
-    return tuple(zip(_halves(segments), _halves(index), strict=True))
+def _halves_of(segments, index) -> tuple[Places, Places]:
+    return tuple(map(Places, _halves(segments), _halves(index)))
 
 
 def _joined(low, high):

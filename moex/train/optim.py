@@ -11,6 +11,8 @@ from moex.layers import param
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Rate as a function of the step alone: linear warm-up from 0, then cosine to the final rate at `steps`, or constant."""
+    if config.schedule == "constant" and not config.warmup_steps:
+        return optax.schedules.constant_schedule(config.peak_lr)  # optax's warm-up of 0 steps stays at 0 for ever
     if config.schedule == "constant":
         constant = optax.schedules.constant_schedule(config.peak_lr)
         warmup = optax.schedules.linear_schedule(0.0, config.peak_lr, config.warmup_steps)

@@ -157,7 +157,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         grads, loss, sums, valid = inner(state.params, state.router_bias, batch)
-        grad_norm, lr = optax.global_norm(grads), schedule(state.step)
+        grad_norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         go = (sums.overflow == 0) & (batch.step == state.step)
         with jax.named_scope("optimizer"):

@@ -1,0 +1,157 @@
+"""Attention one block at a time: outputs with their log-sum-exp, so that blocks merge; gradients from the global ones.
+
+Never more than one block of scores is held, forward or backward. B rows, S and T query and key tokens, N query heads, K
+key-value heads, H head width, all of one device. Scores, softmax and sums are float32 (arXiv 2205.14135).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh.vma import vary, varying
+
+_MASKED = -1e30
+_MOST_BLOCKS = 16
+
+
+class Places(NamedTuple):
+    """segments, index: int32 [B, S], of queries or keys; see `moex.layers.tokens.Tokens`."""
+
+    segments: jax.Array
+    index: jax.Array
+
+
+class Part(NamedTuple):
+    """out: float32 [B, S, N, H].  lse: float32 [B, S, N], log of the summed exponentials; about -1e30 where none was."""
+
+    out: jax.Array
+    lse: jax.Array
+
+
+class QueryRows(NamedTuple):
+    """What a query's gradient needs: q, the output's gradient, the global log-sum-exp, sum of gradient times output."""
+
+    q: jax.Array
+    g: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def block(q, k, v, queries: Places, keys: Places, *, scale: float, window: int) -> Part:
+    """Queries [B, S, N, H] over one block of keys and values [B, T, K, H]; a query that sees none comes out 0."""
+    scores, seen = _scores(q, k, queries, keys, scale, window)
+    top = scores.max(axis=-1)
+    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
+    total = weights.sum(axis=-1)
+    mixed = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    rows_first = lambda x: x.transpose(0, 3, 1, 2).reshape(q.shape[:3])
+    floor = jnp.maximum(rows_first(total), 1e-30)
+    return Part(mixed.reshape(*q.shape[:3], v.shape[-1]) / floor[..., None], rows_first(top) + jnp.log(floor))
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Joins the parts of the same queries over disjoint keys."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    return Part(a.out * jnp.exp(a.lse - lse)[..., None] + b.out * jnp.exp(b.lse - lse)[..., None], lse)
+
+
+def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, *, scale: float, window: int):
+    """(dq, dk, dv) that one block contributes, float32."""
+    groups = (*rows.q.shape[:2], k.shape[2], -1)
+    scores, seen = _scores(rows.q, k, queries, keys, scale, window)
+    heads_first = lambda x: x.reshape(groups).transpose(0, 2, 3, 1)[..., None]
+    grouped = lambda x: x.astype(jnp.float32).reshape(*groups, x.shape[-1])
+    weights = jnp.where(seen, jnp.exp(scores - heads_first(rows.lse)), 0)
+    dv = jnp.einsum("bkgst,bskgh->btkh", weights, grouped(rows.g))
+    dweights = jnp.einsum("bskgh,btkh->bkgst", grouped(rows.g), v.astype(jnp.float32))
+    dscores = weights * (dweights - heads_first(rows.delta)) * scale
+    dq = jnp.einsum("bkgst,btkh->bskgh", dscores, k.astype(jnp.float32)).reshape(rows.q.shape)
+    dk = jnp.einsum("bkgst,bskgh->btkh", dscores, grouped(rows.q))
+    return dq, dk, dv
+
+
+def _scores(q, k, queries: Places, keys: Places, scale: float, window: int):
+    """Scaled products [B, K, N / K, S, T], -1e30 where unseen, and what is seen, broadcastable to them."""
+    distance = queries.index[:, :, None] - keys.index[:, None, :]
+    seen = (distance >= 0) & (queries.segments[:, :, None] == keys.segments[:, None, :])
+    if window:
+        seen &= distance < window
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32) * scale
+    seen = seen[:, None, None]
+    return jnp.where(seen, scores, _MASKED), seen
+
+
+def attention(q, k, v, queries: Places, keys: Places, *, scale: float, window: int, ordered: bool, block_size: int):
+    """Attention of all queries over all keys, block by block of queries; keeps output and log-sum-exp only.
+
+    ordered: queries and keys are the same tokens in the order of their index, so that a block of queries needs no later
+    keys and those are left out.
+    """
+    axes = varying(q, k, v, *queries, *keys)
+    q, k, v, queries, keys = jax.tree.map(lambda x: vary(x, axes), (q, k, v, queries, keys))
+    return _attention(q, k, v, queries, keys, scale, window, ordered, block_size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _attention(q, k, v, queries, keys, scale, window, ordered, block_size):
+    return _fwd(q, k, v, queries, keys, scale, window, ordered, block_size)[0]
+
+
+def _fwd(q, k, v, queries, keys, scale, window, ordered, block_size):
+    def forward(q, k, v, queries, keys):
+        parts = [
+            block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), scale=scale, window=window)
+            for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size)
+        ]
+        out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        return out.astype(q.dtype), lse
+
+    out, lse = _row_by_row(forward, q, k, v, queries, keys)
+    return out, (q, k, v, queries, keys, out, lse)
+
+
+def _bwd(scale, window, ordered, block_size, kept, g):
+    def backward(q, k, v, queries, keys, out, lse, g):
+        delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+        dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (k, v))
+        dqs = []
+        for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size):
+            taken = QueryRows(q[:, rows], g[:, rows], lse[:, rows], delta[:, rows])
+            where = _at(queries, rows), _at(keys, seen)
+            dq, dk_part, dv_part = block_gradients(taken, k[:, seen], v[:, seen], *where, scale=scale, window=window)
+            dk, dv = dk.at[:, seen].add(dk_part), dv.at[:, seen].add(dv_part)
+            dk, dv, dq = lax.optimization_barrier((dk, dv, dq))  # one block of scores at a time, on every back end
+            dqs.append(dq)
+        return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    return *_row_by_row(backward, *kept, g), None, None
+
+
+def _row_by_row(function, *arrays):
+    """On CPUs one row after the other, whose blocks then stay in the cache; elsewhere all rows at once."""
+
+    def rows(*arrays):
+        one = lambda row: jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
+        return lax.map(one, arrays)
+
+    return lax.platform_dependent(*arrays, cpu=rows, default=function)
+
+
+_attention.defvjp(_fwd, _bwd)
+
+
+def _blocks(num_queries: int, num_keys: int, window: int, ordered: bool, size: int) -> list[tuple[slice, slice]]:
+    """Slices of queries, and of the keys that they may see: at most 16 blocks, so that the program stays small."""
+    size = max(size, -(-num_queries // _MOST_BLOCKS))
+    cuts = [slice(at, min(at + size, num_queries)) for at in range(0, num_queries, size)]
+    if not ordered:
+        return [(rows, slice(0, num_keys)) for rows in cuts]
+    return [(rows, slice(max(0, rows.start - window + 1) if window else 0, rows.stop)) for rows in cuts]
+
+
+def _at(places: Places, rows: slice) -> Places:
+    return Places(places.segments[:, rows], places.index[:, rows])
