@@ -18,6 +18,7 @@ from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP, swiglu
 from moex.layers.tokens import Tokens, unpacked
 from tests.layers import oracle
+from tests.quick import quick_jit
 
 B, S = 2, 12
 SEGMENTS = {
@@ -127,7 +128,7 @@ def alone(name):
         y = call(merged(module, values), x, tokens, ALONE)
         return (y * cotangent).sum(), y
 
-    (_, y), grads = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(values, x)
+    (_, y), grads = quick_jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(values, x)
     return y, grads
 
 
@@ -157,7 +158,7 @@ def test_splitting_heads_and_width_changes_nothing(name, mesh, devices):
         return y, grads
 
     over = build_mesh(folded, devices[: folded.num_devices])
-    function = jax.jit(sharded(local, over, (specs, parts, parts, rows), (parts, (specs, parts))))
+    function = quick_jit(sharded(local, over, (specs, parts, parts, rows), (parts, (specs, parts))))
     y, grads = function(values, x, cotangent, tokens_of(SEGMENTS["packed"]))
     want_y, want_grads = alone(name)
     np.testing.assert_allclose(y, want_y, atol=2e-6 * np.abs(want_y).max())
