@@ -189,7 +189,7 @@ def main() -> int:
             results["MaxText 0.2.5"].append(run_maxtext(python, arguments.steps, folder))
     gflop = results["moex"][0]["gflop"]
     print(
-        f"{'':14}{'min s':>9}{'median s':>10}{'GFLOP/s':>9}{'peak MB':>9}{'last loss':>11}   ({gflop:.1f} useful GFLOP a step)"
+        f"{'':14}{'min s':>9}{'median s':>10}{'GFLOP/s':>9}{'peak MB':>9}{'last loss':>11}   ({gflop:.1f} GFLOP a step)"
     )
     least = {}
     for name, runs in results.items():

@@ -55,7 +55,7 @@ class Pace:
 
     def update(self, record: Mapping) -> float | None:
         """Takes in a step record; None when neither the clock nor `step_s` tells how long a step takes."""
-        step, now, step_s = record.get("step"), record.get("time"), record.get("step_s")
+        step, now, step_s = record["step"], record.get("time"), record.get("step_s")
         left = self.total_steps - step - 1
         if now is not None:
             self._seen.append((step, now))
