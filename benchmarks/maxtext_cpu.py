@@ -188,16 +188,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             results["MaxText 0.2.5"].append(run_maxtext(python, arguments.steps, folder))
     gflop = results["moex"][0]["gflop"]
-    print(
-        f"{'':14}{'min s':>9}{'median s':>10}{'GFLOP/s':>9}{'peak MB':>9}{'last loss':>11}   ({gflop:.1f} GFLOP a step)"
-    )
+    heads = ("min s", "median s", "GFLOP/s", "peak MB", "last loss")
+    print(" " * 14 + "".join(f"{head:>10}" for head in heads) + f"   ({gflop:.1f} useful GFLOP a step)")
     least = {}
     for name, runs in results.items():
         seconds = [s for run in runs for s in run["seconds"]]
         least[name] = min(seconds)
         print(
-            f"{name:14}{min(seconds):9.3f}{statistics.median(seconds):10.3f}{gflop / min(seconds):9.1f}"
-            f"{max(run['peak'] for run in runs) / 1e6:9.0f}{runs[-1]['loss']:11.3f}"
+            f"{name:14}{min(seconds):10.3f}{statistics.median(seconds):10.3f}{gflop / min(seconds):10.1f}"
+            f"{max(run['peak'] for run in runs) / 1e6:10.0f}{runs[-1]['loss']:10.3f}"
         )
     ratio = least["moex"] / least["MaxText 0.2.5"]
     print(f"moex takes {ratio:.3f} of MaxText's step time (gate: 0.333)")

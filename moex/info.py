@@ -25,7 +25,10 @@ from moex.memory.recompute import MODULES
 from moex.models.decoder import Decoder
 from moex.models.flops import num_parameters
 
-FOLDING_RULE = "dp x cp x tp = edp x ep x etp = devices; each of tp and cp x tp must divide, or be divided by, each of etp and ep x etp"
+FOLDING_RULE = (
+    "dp x cp x tp = edp x ep x etp = devices; "
+    "each of tp and cp x tp divides, or is divided by, each of etp and ep x etp"
+)
 _MOST_MESHES_LISTED = 64
 """Devices up to which every mesh is listed."""
 
@@ -110,7 +113,7 @@ def text(facts: Mapping[str, Any]) -> str:
         ("devices", f"{f['backend']}: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())),
         ("peak", f"{peak / 1e12:,.0f} TFLOP/s in BF16 a device" if peak else "none listed, so no MFU is told"),
         ("meshes", f["folding_rule"]),
-        ("", f"{len(folds)} foldings of {len(devices)} devices" if folds else "too many to list"),
+        ("", f"ways to fold the devices here: {len(folds) if folds else 'too many to list'}"),
         ("ZeRO", " or ".join(map(str, f["zero"]))),
         ("context", ", ".join(f["context_parallelism"])),
         ("routers", "scores by " + " or ".join(f["routers"]["score_functions"])),

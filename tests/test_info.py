@@ -75,4 +75,4 @@ def test_text_names_everything(facts, capsys):
     printed = capsys.readouterr().out
     for name in (*facts["transports"], *facts["kernels"], *facts["presets"], *facts["versions"]):
         assert name in printed
-    assert "100 foldings of 8 devices" in printed
+    assert "ways to fold the devices here: 100" in printed

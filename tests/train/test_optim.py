@@ -1,0 +1,104 @@
+"""Learning rate by step, decay of matrices only, clipping by the global norm."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moex.config import OptimizerConfig
+from moex.layers import param
+from moex.models.decoder import Decoder
+from moex.train.optim import learning_rate, optimizer
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 0.0),
+        (1, 1e-4),
+        (9, 9e-4),
+        (10, 1e-3),
+        (40, 7.7500e-4),
+        (41, 7.6126e-4),
+        (55, 5.5e-4),
+        (80, 2.0528e-4),
+        (100, 1e-4),
+    ],
+)
+def test_cosine_with_warm_up(step, rate):
+    config = OptimizerConfig(peak_lr=1e-3, final_lr=1e-4, warmup_steps=10)
+    np.testing.assert_allclose(learning_rate(config, 100)(jnp.int32(step)), rate, rtol=2e-5)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize(("warmup_steps", "step", "rate"), [(0, 0, 1.0), (4, 0, 0.0), (4, 1, 0.25), (4, 4, 1.0)])
+def test_warm_up_starts_at_zero_and_no_warm_up_at_the_peak(schedule, warmup_steps, step, rate):
+    config = OptimizerConfig(peak_lr=1.0, final_lr=0.1, warmup_steps=warmup_steps, schedule=schedule)
+    assert learning_rate(config, 1000)(jnp.int32(step)) == rate
+
+
+def test_constant_rate_stays():
+    rate = learning_rate(OptimizerConfig(peak_lr=0.5, warmup_steps=4, schedule="constant"), 1000)
+    assert rate(jnp.int32(5)) == rate(jnp.int32(999)) == 0.5
+
+
+@pytest.fixture(scope="module", params=["gqa", "mla"])
+def model(harness, request):
+    declarations = Decoder(harness.MODELS[request.param]).declarations
+    return declarations, param.initial_values(declarations, 0, 0.1, 2)
+
+
+def test_decay_shrinks_matrices_and_leaves_norms(model):
+    declarations, params = model
+    tx = optimizer(OptimizerConfig(weight_decay=0.1), declarations)
+    direction, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+
+    def check(path, value, change):
+        after, name = value + np.float32(0.1) * change, jax.tree_util.keystr(path)
+        wanted = value if "norm" in name else 0.99 * value
+        np.testing.assert_allclose(after, wanted, rtol=2e-7 if "norm" not in name else 0, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(check, params, direction)
+
+
+def test_decay_list_names_each_matrix_once(model):
+    declarations, _ = model
+    names = []
+    param.named_map(lambda name, d: names.append((name, d.decays)), declarations)
+    assert len(names) == len(dict(names))
+    assert {name for name, decays in names if not decays} == {name for name, _ in names if "norm" in name}
+
+
+def test_moments_are_float32_and_clipping_scales_all_by_the_global_norm(model):
+    declarations, params = model
+    config = OptimizerConfig(name="sgd", weight_decay=0, clip_norm=2.0)
+    tx = optimizer(config, declarations)
+    ones = jax.tree.map(jnp.ones_like, params)
+    root = sum(x.size for x in jax.tree.leaves(params)) ** 0.5
+    direction, _ = tx.update(ones, tx.init(params), params)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, -2.0 / root, rtol=1e-5), direction)
+    small = jax.tree.map(lambda x: x / root, ones)  # norm 1: not touched
+    direction, _ = tx.update(small, tx.init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, -b), direction, small)
+    adam = optimizer(dataclasses.replace(config, name="adamw"), declarations).init(params)
+    assert {x.dtype for x in jax.tree.leaves(adam)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+def test_adam_is_adam(model):
+    """Two steps on scalars against the formulas of arXiv 1711.05101, in float64."""
+    declarations, params = model
+    config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0)
+    tx = optimizer(config, declarations)
+    gradients = [0.3, -0.1]
+    state, value, m, v = tx.init(params), params, 0.0, 0.0
+    expected = jax.tree.map(lambda x: x.astype(np.float64), jax.device_get(params))
+    for t, g in enumerate(gradients, 1):
+        direction, state = tx.update(jax.tree.map(lambda x, g=g: jnp.full_like(x, g), params), state, value)
+        value = jax.tree.map(lambda p, d: p + np.float32(0.01) * d, value, direction)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        change = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)) ** 0.5 + 1e-8)
+        move = lambda d, p, change=change: p - 0.01 * (change + (0.1 * p if d.decays else 0))
+        expected = param.tree_map(move, declarations, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), value, expected)
