@@ -101,8 +101,8 @@ def _next_logits(program: Program):
         hidden = collectives.all_gather(collectives.all_gather(hidden, fold.dense.tp, dim=1), fold.dense.cp, dim=1)
         index_BS = collectives.all_gather(index_BS, fold.dense.cp, dim=1)
         last_BD = (hidden * (index_BS == length - 1)[..., None]).sum(axis=1)
-        last_BD = collectives.pmax(last_BD, fold.dense.cp)  # equal already; this lets the type say so
-        return logits(last_BD, decoder.head(params), fold, vocab_size=config.model.vocab_size)
+        scores_BV = logits(last_BD, decoder.head(params), fold, vocab_size=config.model.vocab_size)
+        return collectives.pmax(scores_BV, fold.dense.cp)  # equal already; this lets the type say so
 
     dense = fold.dense
     rows, sequence = PartitionSpec(dense.dp, dense.cp), PartitionSpec(dense.dp, dense.tp)
