@@ -18,9 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         check(command.config)
 
-        from mesh import distributed  # only now: a wrong flag is told before JAX is loaded
+        from mesh import distributed  # only now: a wrong flag is told before any device is looked for
 
-        start = distributed.initialise()
+        try:
+            start = distributed.initialise()
+        except ValueError as error:  # variables of the launcher that don't fit
+            return fail(error)
         from moex import trainer
 
         return trainer.run(command.config, start)

@@ -34,6 +34,8 @@ def parse(arguments: Sequence[str]) -> Command:
     for i, argument in enumerate(rest):
         if argument == "--config" or argument.startswith("--config="):
             saved = argument.partition("=")[2] or (rest[i + 1] if i + 1 < len(rest) else "")
+            if not saved or saved.startswith("--"):
+                raise ConfigError("--config needs the path of a JSON file, such as RUN/config.json")
             del rest[i : i + (1 if "=" in argument else 2)]
             break
     if preset and saved is not None:
@@ -45,7 +47,7 @@ def parse(arguments: Sequence[str]) -> Command:
 def _preset(name: str) -> RunConfig:
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"no preset {name!r}{hint} The presets are {', '.join(PRESETS)}.\n{USAGE}")
     return PRESETS[name]()
 
@@ -60,7 +62,13 @@ def load(path: str | Path) -> RunConfig:
         raise ConfigError(f"--config {path}: not JSON, {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold a JSON object, not {type(values).__name__}")
-    return _tyro(list(_flags(values)), RunConfig())
+    try:
+        return _tyro(list(_flags(values)), RunConfig())
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    except SystemExit:  # the parser has said what is wrong with the value
+        print(f"error: --config {path} has this value", file=sys.stderr)
+        raise
 
 
 def dump(config: RunConfig) -> str:
@@ -99,9 +107,10 @@ def _refuse_unknown(arguments: list[str]) -> None:
         if not argument.startswith("--") or name in known or name in ("help", "tyro_print_completion"):
             continue
         leaf = name.rpartition(".")[2]
-        elsewhere = [f for f in known if f.rpartition(".")[2] == leaf]
-        close = elsewhere or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-        close = close or [f for f in known if difflib.get_close_matches(leaf, [f.rpartition(".")[2]], cutoff=0.7)]
+        leaves = [f.rpartition(".")[2] for f in known]
+        alike = [leaf] if leaf in leaves else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+        close = [f for f, own in zip(known, leaves, strict=True) if own in alike]
+        close = close or difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {' or '.join('--' + f for f in close)}?" if close else ""
         raise ConfigError(f"unknown option --{name}{hint}\n(train.py --help lists all)")
 

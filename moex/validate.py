@@ -101,6 +101,14 @@ def _model_problems(config: RunConfig) -> list[str]:
         num_layers=model.num_layers, expert_width=model.expert_width,
     )  # fmt: skip
     problems += [f"model.{name}={value} must be at least 1" for name, value in positive.items() if value < 1]
+    problems += _not_above_zero("model", init_std=model.init_std) + _negative("model", norm_eps=model.norm_eps)
+    problems += _negative("model", dense_width=model.dense_width, shared_width=model.shared_width)
+    problems += _not_above_zero("model.attention", head_dim=a.head_dim) + _negative(
+        "model.attention", sliding_window=a.sliding_window, q_latent_dim=a.q_latent_dim
+    )
+    problems += _not_above_zero("model.attention.rope", theta=a.rope.theta)
+    if not a.rope.factor >= 1:
+        problems.append(f"model.attention.rope.factor={a.rope.factor} must be at least 1, which leaves YaRN out")
     if not 0 <= model.num_dense_layers <= model.num_layers:
         problems.append(
             f"model.num_dense_layers={model.num_dense_layers} must lie between 0 and num_layers={model.num_layers}"
@@ -124,6 +132,11 @@ def _model_problems(config: RunConfig) -> list[str]:
     if rotated % 2:
         problems.append(f"model.attention: the rotated width {rotated} must be even")
     router = model.router
+    problems += _not_above_zero("model.router", scaling_factor=router.scaling_factor)
+    problems += _negative(
+        "model.router",
+        aux_coefficient=router.aux_coefficient, z_coefficient=router.z_coefficient, bias_rate=router.bias_rate,
+    )  # fmt: skip
     if router.renormalize and router.top_k == 1 and router.score_function == "softmax" and model.num_moe_layers:
         problems.append(
             "model.router: top_k=1 with softmax and renormalize gives every token the weight 1, so the router learns "
@@ -152,16 +165,25 @@ def _train_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"optimizer.warmup_steps={opt.warmup_steps} must lie between 0 and train.steps={train.steps} (not included)"
         )
+    if not 0 <= train.seed < 2**32:
+        problems.append(f"train.seed={train.seed} must lie between 0 and {2**32 - 1}")
+    problems += _not_above_zero("optimizer", peak_lr=opt.peak_lr, eps=opt.eps)
+    problems += _negative("optimizer", final_lr=opt.final_lr, weight_decay=opt.weight_decay, clip_norm=opt.clip_norm)
+    for name in ("beta1", "beta2"):
+        if not 0 <= (beta := getattr(opt, name)) < 1:
+            problems.append(f"optimizer.{name}={beta} must be at least 0 and below 1")
     if opt.name == "sgd" and opt.weight_decay:
         problems.append(f"optimizer.weight_decay={opt.weight_decay} has no effect with sgd; set it to 0")
-    if opt.clip_norm < 0:
-        problems.append(f"optimizer.clip_norm={opt.clip_norm} must be positive, or 0 for none")
     if config.checkpoint.every_steps < 1 or config.checkpoint.keep < 1:
         problems.append("checkpoint.every_steps and checkpoint.keep must be at least 1")
     if config.data.corpus == "stdlib" and config.model.vocab_size < 256:
         problems.append(f"model.vocab_size={config.model.vocab_size} must be at least 256: the stdlib corpus is bytes")
     if min(config.observe.eval_every, config.observe.eval_rows, config.observe.sample_tokens) < 0:
         problems.append("observe.eval_every, eval_rows and sample_tokens must not be negative")
+    if config.observe.sample_tokens and not config.observe.sample_prompt:
+        problems.append(
+            "observe.sample_prompt is empty: give generation a text to start from, or set sample_tokens to 0"
+        )
     if config.observe.log_every < 1:
         problems.append(f"observe.log_every={config.observe.log_every} must be at least 1")
     modules, model = set(config.memory.recompute), config.model
@@ -200,6 +222,16 @@ def _parallel_problems(config: RunConfig) -> list[str]:
                 f"parallel.{name}={factor} leaves too little room even for balanced routing: at least 1, or 0"
             )
     return problems
+
+
+def _not_above_zero(section: str, **numbers: float) -> list[str]:
+    finite = lambda x: 0 < x < float("inf")
+    return [f"{section}.{name}={x} must be above 0 and finite" for name, x in numbers.items() if not finite(x)]
+
+
+def _negative(section: str, **numbers: float) -> list[str]:
+    finite = lambda x: 0 <= x < float("inf")
+    return [f"{section}.{name}={x} must be at least 0 and finite" for name, x in numbers.items() if not finite(x)]
 
 
 def _raise(problems: list[str]) -> None:

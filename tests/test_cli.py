@@ -1,0 +1,221 @@
+"""A wrong command line, file or configuration exits with 2 before anything is compiled, and says what to do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import train
+from configs import PRESETS
+from mesh.distributed import Start
+from moex.cli import load, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch, run_folder):
+    """No test of this file may come as far as the program, or as compiling anything."""
+    fail = lambda *args, **kwargs: pytest.fail("a wrong configuration reached the program")
+    monkeypatch.setattr("moex.trainer.build", fail)
+    monkeypatch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+    compiled = []
+    listen = lambda event, duration, **kwargs: compiled.append(event) if "compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+    assert not [path for path in run_folder.iterdir() if path.suffix != ".json"]
+
+
+def refused(capsys, arguments) -> str:
+    """Runs a command line that must exit with 2, without a traceback; returns what it says."""
+    try:
+        code = train.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    out = capsys.readouterr()
+    assert code == 2, out
+    assert not out.out.strip() or "process" in out.out
+    assert "Traceback" not in out.err
+    return " ".join(out.err.replace("│", " ").split())
+
+
+FLAGS = {
+    "--train.stepz=3": ["unknown option --train.stepz", "did you mean --train.steps"],
+    "--optimizer.steps 3": ["unknown option --optimizer.steps", "did you mean --train.steps?"],
+    "--learning_rate 3": ["unknown option --learning_rate"],
+    "--peak_lr=1": ["did you mean --optimizer.peak_lr?"],
+    "--optimizer.weigth_decay .1": ["did you mean --optimizer.weight_decay?"],
+    "--model.top_kk=2": ["did you mean --model.router.top_k?"],
+    "--model.router.num-expert=2": ["did you mean --model.router.num_experts?"],
+    "--model 3": ["unknown option --model"],
+    "--train.steps abc": ["--train.steps", "'abc'"],
+    "--train.steps 1.5": ["--train.steps", "'1.5'"],
+    "--train.steps": ["--train.steps", "Expected 1"],
+    "--optimizer.peak-lr fast": ["--optimizer.peak-lr", "'fast'"],
+    "--precision.compute-dtype float8": ["float8", "--precision.compute-dtype", "'float32', 'bfloat16'"],
+    "--memory.recompute foo": ["foo", "--memory.recompute", "'layer'"],
+    "--model.tie-embeddings maybe": ["maybe", "--model.tie-embeddings"],
+    "surplus": ["surplus"],
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_wrong_flag(capsys, flags):
+    error = refused(capsys, ["tiny", *flags.split()])
+    assert all(part in error for part in FLAGS[flags]), error
+
+
+def test_unknown_preset(capsys):
+    error = refused(capsys, ["tinny"])
+    assert "no preset 'tinny'; did you mean tiny?" in error
+    assert all(name in error for name in PRESETS)
+    assert "no preset 'zzz'." in refused(capsys, ["zzz"])
+
+
+def test_preset_and_file(capsys):
+    assert "give a preset (tiny) or --config run.json, not both" in refused(capsys, ["tiny", "--config", "run.json"])
+
+
+@pytest.mark.parametrize("arguments", [["--config"], ["--config="], ["--config", "--train.steps=3"]])
+def test_config_without_path(capsys, arguments):
+    assert "--config needs the path of a JSON file" in refused(capsys, arguments)
+
+
+FILES = {
+    '{"model": {"router": {"top_kk": 2}}}': ["unknown option --model.router.top_kk", "--model.router.top_k?"],
+    '{"learning_rate": 0.1}': ["unknown option --learning_rate"],
+    '{"optimizer": {"steps": 3}}': ["did you mean --train.steps?"],
+    '{"model": {"d_model": "8x"}}': ["--model.d-model", "'8x'"],
+    '{"model": {"d_model": null}}': ["--model.d-model", "'None'"],
+    '{"model": 3}': ["unknown option --model"],
+    '{"model": ': ["not JSON"],
+    "[1]": ["must hold a JSON object, not list"],
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_wrong_file(capsys, run_folder, text):
+    (run_folder / "run.json").write_text(text)
+    error = refused(capsys, ["--config", "run.json"])
+    assert "--config run.json" in error
+    assert all(part in error for part in FILES[text]), error
+
+
+def test_missing_file(capsys):
+    assert "--config away.json: No such file" in refused(capsys, ["--config", "away.json"])
+
+
+# What is wrong, and what the message must hold: field, numbers, remedy. Eight devices.
+CONFIGURATIONS = {
+    "--parallel.ep=4 --parallel.transport=alltoall --model.router.num-experts=6": [
+        "model.router.num_experts=6", "parallel.ep=4", "choose a divisor of 6"],
+    "--parallel.dp=3": ["dp=3", "3 devices", "there are 8", "set parallel.dp to 0"],
+    "--parallel.tp=3": ["tp=3", "doesn't divide the 8 devices"],
+    "--parallel.edp=2 --parallel.ep=2 --parallel.transport=alltoall": ["edp=2", "4 devices", "there are 8"],
+    "--parallel.tp=0": ["at least 1", "'tp': 0"],
+    "--parallel.pp=2": ["parallel.pp=2", "set it to 1"],
+    "--parallel.ep=2": ["parallel.transport=local", "parallel.ep=2", "alltoall or allgather"],
+    "--parallel.transport=alltoall": ["parallel.transport=alltoall", "parallel.ep=1", "set it to local"],
+    "--parallel.ep=2 --parallel.transport=ragged": ["parallel.transport=ragged", "use alltoall or allgather"],
+    "--parallel.context=ring": ["parallel.context=ring has no effect with parallel.cp=1", "set it to gather"],
+    "--parallel.cell-factor=1.5": ["parallel.cell_factor=1.5 has no effect with transport local"],
+    "--model.router.top-k=9": ["top_k=9", "num_experts=8"],
+    "--model.router.num-groups=3": ["num_experts=8", "num_groups=3"],
+    "--model.router.top-k=1": ["top_k=1", "set model.router.renormalize to False"],
+    "--train.batch-size=10 --train.accumulation=4": ["train.batch_size=10", "train.accumulation=4"],
+    "--train.batch-size=12 --train.accumulation=2": [
+        "train.batch_size / train.accumulation=6", "dp=8", "choose a multiple of 8"],
+    "--train.seq-len=100 --parallel.cp=4 --parallel.tp=2": ["train.seq_len=100", "cp x tp=8", "a multiple of 8"],
+    "--train.seq-len=100 --parallel.cp=8": ["train.seq_len=100", "2 x cp=16"],
+    "--model.attention.num-heads=6 --model.attention.num-kv-heads=6 --parallel.tp=4": [
+        "model.attention.num_heads=6", "tp=4"],
+    "--model.attention.num-heads=12 --model.attention.num-kv-heads=3 --parallel.tp=4": [
+        "model.attention.num_kv_heads=3", "tp=4", "change parallel.tp"],
+    "--model.attention.num-heads=3": ["model.attention.num_heads=3", "num_kv_heads=2"],
+    "--model.vocab-size=300 --model.vocab-multiple=4 --parallel.tp=8": ["padded vocabulary=300", "tp=8"],
+    "--model.expert-width=20 --parallel.etp=8": ["model.expert_width=20", "etp=8"],
+    "--model.vocab-size=100": ["model.vocab_size=100", "at least 256"],
+    "--model.attention.head-dim=5": ["rotated width 5 must be even"],
+    "--model.attention.kind=mla": ["model.attention.kind=mla needs", "kv_latent_dim"],
+    "--model.attention.rope-dim=8": ["['rope_dim'] have no effect with kind=gqa", "set them to 0 or kind to mla"],
+    "--model.num-dense-layers=4 --model.shared-width=8": ["model.shared_width=8 has no effect", "set it to 0"],
+    "--memory.recompute mlp": ["memory.recompute", "`mlp` has no effect without dense layers"],
+    "--memory.recompute layer moe": ["`layer` contains ['moe']", "name one or the others"],
+    "--optimizer.name=sgd": ["optimizer.weight_decay=0.1 has no effect with sgd", "set it to 0"],
+    "--optimizer.warmup-steps=400": ["optimizer.warmup_steps=400", "train.steps=400"],
+    "--optimizer.peak-lr=nan": ["optimizer.peak_lr=nan must be above 0"],
+    "--optimizer.peak-lr=-1": ["optimizer.peak_lr=-1.0 must be above 0"],
+    "--optimizer.clip-norm=-1": ["optimizer.clip_norm=-1.0 must be at least 0"],
+    "--optimizer.beta2=1": ["optimizer.beta2=1.0", "below 1"],
+    "--model.router.aux-coefficient=-1": ["model.router.aux_coefficient=-1.0 must be at least 0"],
+    "--train.steps=0": ["train.steps=0 must be at least 1"],
+    "--train.seed=-1": ["train.seed=-1", "4294967295"],
+    "--train.seq-len=1": ["train.seq_len=1 must be at least 2"],
+    "--train.batch-size=1000000": ["data:", "windows", "lower rows, accumulation or seq_len"],
+    "--checkpoint.keep=0": ["checkpoint.keep must be at least 1"],
+    "--observe.log-every=0": ["observe.log_every=0 must be at least 1"],
+    "--observe.sample-prompt=": ["observe.sample_prompt is empty", "set sample_tokens to 0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", CONFIGURATIONS)
+def test_configuration_that_cannot_run(capsys, flags):
+    error = refused(capsys, ["tiny", *flags.split()])
+    assert all(part in error for part in CONFIGURATIONS[flags]), error
+
+
+def test_all_problems_are_told_at_once(capsys):
+    error = refused(capsys, ["tiny", "--train.steps=0", "--model.d-model=0", "--parallel.pp=2"])
+    assert all(part in error for part in ("train.steps=0", "model.d_model=0", "parallel.pp=2"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_printed_configuration_is_read_back(capsys, run_folder, name):
+    change = ["--train.seed=7", "--memory.recompute", "attention"]
+    assert train.main([name, *change, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    (run_folder / "run.json").write_text(text)
+    config = load("run.json")
+    assert config == parse([name, *change]).config
+    assert config != PRESETS[name]()
+    assert (config.name, config.train.seed, config.memory.recompute) == (name, 7, ("attention",))
+    assert train.main(["--config=run.json", "--print-config"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_flags_override_a_file(run_folder):
+    assert train.main(["tiny", "--print-config"]) == 0
+    values = json.loads('{"train": {"steps": 50}, "memory": {"recompute": []}, "folder": "a b"}')
+    (run_folder / "run.json").write_text(json.dumps(values))
+    config = parse(["--config", "run.json", "--train.seq-len", "32", "--memory.recompute", "moe"]).config
+    assert (config.train.steps, config.train.seq_len, config.folder) == (50, 32, "a b")
+    assert config.memory.recompute == ("moe",)
+
+
+@pytest.mark.parametrize("text", ["-1", "--x", "", "a=b", "True", "é\n"])
+def test_any_text_survives_a_file(run_folder, capsys, text):
+    assert train.main(["tiny", f"--observe.sample-prompt={text}", "--print-config"]) == 0
+    (run_folder / "run.json").write_text(capsys.readouterr().out)
+    assert load("run.json").observe.sample_prompt == text
+
+
+def test_child_process_exits_with_2_and_help_with_0(run_folder):
+    def run(*arguments, **variables):
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        environ = dict(os.environ, **variables)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+    wrong = run("tiny", "--train.stepz=3")
+    assert wrong.returncode == 2 and "--train.steps" in wrong.stderr
+    launcher = run("tiny", COORDINATOR_ADDRESS="127.0.0.1:1")
+    assert launcher.returncode == 2 and "NUM_PROCESSES" in launcher.stderr and "Traceback" not in launcher.stderr
+    shown = run("--help")
+    assert shown.returncode == 0
+    for part in ("--model.router.top-k", "--parallel.ep", "Optimizer steps.", "--print-config"):
+        assert part in shown.stdout
