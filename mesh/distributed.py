@@ -4,7 +4,6 @@ Recognised, first match wins: plain variables (COORDINATOR_ADDRESS, NUM_PROCESSE
 Without any of them the process is alone.
 """
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -47,8 +46,8 @@ def initialise(start: Start | None = None, *, timeout_s: int = 120) -> Start:
     start = start or detect()
     if jax.distributed.is_initialized():
         return start
-    with contextlib.suppress(AttributeError):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # several processes without GPUs
+    # Without GPUs several processes need gloo; one alone sums the same bits as it would without jax.distributed.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo" if start.num_processes > 1 else None)
     if start.num_processes == 1:
         start = start._replace(coordinator=f"127.0.0.1:{_free_port()}")
     try:

@@ -13,39 +13,56 @@ class Case(NamedTuple):
     """A folding of eight devices, and what else differs from the step that it is compared with."""
 
     dense: tuple[int, int, int]  # dp, cp, tp
-    expert: tuple[int, int, int] = (8, 1, 1)  # edp, ep, etp
-    transport: str = "local"
-    model: str = "gqa"
-    zero: int = 1
+    expert: tuple[int, int, int]  # edp, ep, etp
+    transport: str
+    model: str
+    zero: int
+    accumulation: int
+    context: str = "gather"
     recompute: tuple[str, ...] = ()
-    accumulation: int = 1
+    skewed: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
         (dp, cp, tp), (edp, ep, etp) = self.dense, self.expert
         sizes = dict(dp=dp, cp=cp, tp=tp, edp=edp, ep=ep, etp=etp)
-        return ParallelConfig(**sizes, zero=self.zero, transport=self.transport)
+        return ParallelConfig(**sizes, zero=self.zero, transport=self.transport, context=self.context)
 
     def __str__(self):
         parts = ["x".join(map(str, self.dense)), "x".join(map(str, self.expert)), self.transport, self.model]
-        return "-".join([*parts, f"zero{self.zero}", f"acc{self.accumulation}", *self.recompute])
+        how = [f"zero{self.zero}", f"acc{self.accumulation}", self.context, *self.recompute, *["skewed"] * self.skewed]
+        return "-".join([*parts, *how])
 
 
 LAYER, PARTS, DENSE_PARTS = ("layer",), ("attention", "moe"), ("attention", "mlp", "experts")
-# Every folding with either model and either ZeRO, and every pair of values of the other columns. Two key-value heads.
+# Each dense folding with either model and either ZeRO, each kind of expert folding, each transport and way of context
+# parallelism with either model, and every pair of ZeRO, accumulation and recompute. gqa has two key-value heads.
 CASES = [
-    Case((8, 1, 1), model="gqa", zero=1, accumulation=1),
-    Case((8, 1, 1), model="mla", zero=3, accumulation=2, recompute=LAYER),
-    Case((2, 2, 2), model="gqa", zero=3, accumulation=4, recompute=PARTS),
-    Case((2, 2, 2), model="mla", zero=1, accumulation=2),
-    Case((1, 4, 2), model="gqa", zero=1, accumulation=1, recompute=LAYER),
-    Case((1, 4, 2), model="mla", zero=3, accumulation=1),
-    Case((1, 1, 8), model="gqa", zero=3, accumulation=4, recompute=LAYER),
-    Case((1, 1, 8), model="mla", zero=1, accumulation=1, recompute=DENSE_PARTS),
-    Case((1, 8, 1), model="gqa", zero=3, accumulation=4),
-    Case((1, 8, 1), model="mla", zero=1, accumulation=2, recompute=LAYER),
-    Case((4, 2, 1), model="gqa", zero=1, accumulation=4, recompute=PARTS),
-    Case((4, 2, 1), model="mla", zero=3, accumulation=2, recompute=DENSE_PARTS),
+    Case((8, 1, 1), (8, 1, 1), "local", "gqa", zero=1, accumulation=1),
+    Case((8, 1, 1), (1, 8, 1), "alltoall", "mla", zero=3, accumulation=2, recompute=LAYER),
+    Case((2, 2, 2), (2, 2, 2), "alltoall", "gqa", zero=3, accumulation=4, context="ring", recompute=PARTS),
+    Case((2, 2, 2), (1, 4, 2), "allgather", "mla", zero=1, accumulation=2, context="ulysses"),
+    Case((1, 4, 2), (4, 1, 2), "local", "gqa", zero=1, accumulation=1, recompute=LAYER),
+    Case((1, 4, 2), (1, 8, 1), "alltoall", "mla", zero=3, accumulation=1, context="ring"),
+    Case((1, 1, 8), (1, 8, 1), "allgather", "gqa", zero=3, accumulation=4, recompute=LAYER),
+    Case((1, 1, 8), (2, 2, 2), "alltoall", "mla", zero=1, accumulation=1, recompute=DENSE_PARTS),
+    Case((1, 8, 1), (8, 1, 1), "local", "gqa", zero=3, accumulation=4, context="ring"),
+    Case((1, 8, 1), (1, 2, 4), "allgather", "mla", zero=1, accumulation=2, context="ulysses", recompute=LAYER),
+    Case((4, 2, 1), (2, 4, 1), "alltoall", "gqa", zero=1, accumulation=4, context="ulysses", recompute=PARTS),
+    Case((4, 2, 1), (1, 1, 8), "local", "mla", zero=3, accumulation=2, recompute=DENSE_PARTS),
+]
+# More ways for experts to lie across the dense axes; skewed, where a bias sends every token to one expert.
+CASES += [
+    Case((2, 2, 2), (2, 4, 1), "alltoall", "gqa", zero=3, accumulation=1, context="ring"),
+    Case((2, 2, 2), (1, 8, 1), "allgather", "mla", zero=1, accumulation=4, context="ulysses", skewed=True),
+    Case((1, 4, 2), (2, 2, 2), "alltoall", "mla", zero=3, accumulation=2, context="ring", recompute=LAYER, skewed=True),
+    Case((4, 1, 2), (1, 4, 2), "allgather", "gqa", zero=3, accumulation=4, recompute=PARTS),
+    Case((8, 1, 1), (4, 2, 1), "allgather", "mla", zero=1, accumulation=1, recompute=DENSE_PARTS, skewed=True),
+    Case((1, 8, 1), (1, 8, 1), "alltoall", "mla", zero=3, accumulation=1, context="ring", skewed=True),
+    Case(
+        (1, 2, 4), (1, 2, 4), "alltoall", "mla", zero=1, accumulation=4, context="ulysses", recompute=LAYER, skewed=True
+    ),
+    Case((2, 1, 4), (1, 4, 2), "alltoall", "gqa", zero=3, accumulation=2, recompute=LAYER),
 ]
 
 
@@ -57,7 +74,10 @@ def test_step_equals_one_device(harness, case):
         parallel=case.parallel,
         memory=MemoryConfig(recompute=case.recompute),
     )
-    here, there = harness.one_step(config, 8), harness.one_step(harness.on_one_device(config), 1)
+    here = harness.one_step(config, 8, case.skewed)
+    there = harness.one_step(harness.on_one_device(config), 1, case.skewed)
+    if case.skewed:
+        assert (here.metrics["expert_counts"][:, 1] >= 0.4 * here.metrics["expert_counts"].sum(axis=1)).all()
     jax.tree.map(np.testing.assert_array_equal, here.before.params, there.before.params)
     for name in ("loss", "lm_loss", "aux_loss", "z_loss", "grad_norm"):
         np.testing.assert_allclose(here.metrics[name], there.metrics[name], rtol=1e-6, err_msg=name)

@@ -1,6 +1,7 @@
 """The step's invariants: its gates, its counters, its norm, what it sums in float32, and that it trains."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ FOLDINGS = {
     "dp8-zero3": ParallelConfig(zero=3),
     "dp2-cp2-tp2": ParallelConfig(cp=2, tp=2, zero=3),
     "tp8": ParallelConfig(tp=8),
+    "dp4-tp2-ep4-etp2": ParallelConfig(tp=2, ep=4, etp=2, transport="alltoall"),
 }
 
 
@@ -53,21 +55,20 @@ def test_batch_of_another_step_changes_nothing(harness, stateful):
     assert (metrics["applied"], metrics["step"], after.step) == (1, 1, 2)
 
 
-def test_overflow_changes_nothing(harness, monkeypatch):
-    plan = step_module.micro_loss
-
-    def overflowing(*args, **kwargs):
-        loss, sums = plan(*args, **kwargs)
-        return loss, sums._replace(overflow=sums.overflow + 3)
-
-    monkeypatch.setattr(step_module, "micro_loss", overflowing)
-    config = harness.config("gqa", optimizer=harness.ADAMW)
-    fold = resolve_fold(config.parallel, 1)
-    program = build(config, fold, jax.devices()[:1])
+def test_overflow_on_one_device_changes_nothing_on_any(harness):
+    """Balanced routing fits the cells; with all tokens on one expert only its device runs out of room."""
+    parallel = ParallelConfig(edp=4, ep=2, transport="alltoall", row_factor=1.5)
+    program = harness.program(harness.config("mla", optimizer=harness.ADAMW, parallel=parallel), 8)
     start = jax.device_get(program.initial_state())
+    bias = np.zeros_like(start.router_bias)
+    bias[:, :4] = 10.0
+    skewed = start._replace(router_bias=bias)
+    after, metrics = run(harness, program, skewed, at=0)
+    assert (metrics["applied"], metrics["skipped"]) == (0, 0)
+    assert metrics["overflow"] > 0
+    assert_same_bits(after, skewed)
     after, metrics = run(harness, program, start, at=0)
-    assert (metrics["applied"], metrics["overflow"], metrics["skipped"]) == (0, 3, 0)
-    assert_same_bits(after, start)
+    assert (metrics["applied"], metrics["overflow"], after.step) == (1, 0, 1)
 
 
 def test_non_finite_gradients_advance_the_step_and_leave_what_was_learned(harness, stateful):
@@ -120,8 +121,7 @@ def test_biased_choice_uses_the_bias(harness, stateful):
     assert (metrics["expert_counts"][:, 5] == real).all()
 
 
-@pytest.mark.parametrize("folding", FOLDINGS)
-@pytest.mark.parametrize("model", ["gqa", "mla"])
+@pytest.mark.parametrize(("folding", "model"), list(zip(FOLDINGS, itertools.cycle(["gqa", "mla"]))))
 def test_norm_of_gradients_of_one_is_the_root_of_their_number(harness, monkeypatch, folding, model):
     def ones(config, decoder, fold):
         def inner(shards, bias_LE, batch):
@@ -150,36 +150,25 @@ def reductions(harness, config, num_devices):
             axes = equation.params.get("axes", equation.params.get("axis_name"))
             found += [(equation.primitive.name, axes, x.aval.dtype, x.aval.shape) for x in equation.invars]
     assert found
-    return fold, found
+    return found
 
 
-@pytest.mark.parametrize("model", ["gqa", "mla"])
-@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize(("folding", "model"), list(zip(FOLDINGS, itertools.cycle(["mla", "gqa"]))))
 def test_bfloat16_compute_sums_over_devices_in_float32(harness, folding, model):
-    """But for activations (and their gradients) of tensor and context parallelism."""
     config = harness.config(
         model, parallel=FOLDINGS[folding], precision=PrecisionConfig(compute_dtype="bfloat16"), accumulation=2
     )
-    fold, found = reductions(harness, config, 8)
-    rows = config.train.batch_size // 2 // fold.size("dp")
-    for name, axes, dtype, shape in found:
-        if dtype == jnp.bfloat16:
-            assert not set(axes) & set(fold.dense.dp), (name, axes, shape)
-            assert len(shape) >= 3 and shape[0] == rows, (name, axes, shape)
-    narrow = {dtype for _, _, dtype, _ in found} - {jnp.dtype(d) for d in ("float32", "int32", "bfloat16")}
-    assert not narrow
+    found = reductions(harness, config, 8)
+    assert {str(dtype) for _, _, dtype, _ in found} <= {"float32", "int32"}, found
 
 
 def test_recompute_keeps_the_step(harness):
     """The compiler fuses what it recomputes in other ways, so the last bits may differ; routing may not."""
     plain = harness.one_step(harness.config("gqa"), 1)
-    for recompute in (("layer",), ("attention", "moe", "experts")):
-        again = harness.one_step(harness.config("gqa", memory=MemoryConfig(recompute=recompute)), 1)
-        assert_close(again.change, plain.change, 1e-6)
-        np.testing.assert_allclose(again.metrics["loss"], plain.metrics["loss"], rtol=1e-6)
-        np.testing.assert_array_equal(again.metrics["expert_counts"], plain.metrics["expert_counts"])
-    experts = harness.one_step(harness.config("gqa", memory=MemoryConfig(recompute=("experts",))), 1)
-    assert_same_bits((experts.after, experts.metrics), (plain.after, plain.metrics))
+    again = harness.one_step(harness.config("gqa", memory=MemoryConfig(recompute=("layer",))), 1)
+    assert_close(again.change, plain.change, 1e-6)
+    np.testing.assert_allclose(again.metrics["loss"], plain.metrics["loss"], rtol=1e-6)
+    np.testing.assert_array_equal(again.metrics["expert_counts"], plain.metrics["expert_counts"])
 
 
 @pytest.mark.parametrize("module", ["layer", "attention", "mlp", "moe", "experts"])
