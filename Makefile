@@ -44,7 +44,7 @@ lint:
 	@scripts/setup_env.sh "$(VENV)" dev,hf
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m pyrefly check
+	$(PY) -m pyrefly check --python-interpreter-path $(PY)
 	"$(VENV)/bin/lint-imports" --no-logo
 
 format:

@@ -50,14 +50,13 @@ def initialise(start: Start | None = None, *, timeout_s: int = 120) -> Start:
     jax.config.update("jax_cpu_collectives_implementation", "gloo" if start.num_processes > 1 else None)
     if start.num_processes == 1:
         start = start._replace(coordinator=f"127.0.0.1:{_free_port()}")
-    arguments = {} if start.coordinator is None else dict(coordinator_address=start.coordinator)
     try:
         jax.distributed.initialize(
+            coordinator_address=start.coordinator,
             num_processes=start.num_processes,
             process_id=start.process_id,
             local_device_ids=_local_device_ids(),
             initialization_timeout=timeout_s,
-            **arguments,
         )
     except RuntimeError as error:
         raise RuntimeError(
@@ -80,7 +79,7 @@ def _checked(start: Start) -> Start:
     return start
 
 
-def _int(environ, name: str) -> int:
+def _int(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:

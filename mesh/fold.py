@@ -96,7 +96,7 @@ def fold(dense: Mapping[str, int], expert: Mapping[str, int]) -> Fold:
 def _checked(side: str, sizes: Mapping[str, int], names: Axes) -> dict[str, int]:
     if unknown := set(sizes) - set(names):
         raise ValueError(f"{side} has no axis {sorted(unknown)}: its axes are {names}")
-    sizes = {name: int(sizes.get(name, 1)) for name in names}
+    sizes = {name: sizes.get(name, 1) for name in names}
     if bad := {n: s for n, s in sizes.items() if s < 1}:
         raise ValueError(f"{side} axis sizes must be at least 1, got {bad}")
     return sizes

@@ -5,7 +5,7 @@ mesh it was saved from.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ class Checkpoints:
     """The checkpoints of one run folder; saving is asynchronous. Use as a context manager, so that the last save ends."""
 
     def __init__(self, run_folder: str | Path, config: CheckpointConfig):
-        policies = ocp.training.save_decision_policies
+        # orbax's own policies are typed for its older class of checkpoint metadata.
+        every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(config.every_steps)
+        newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
-            (Path(run_folder) / "checkpoints").absolute(),
-            save_decision_policy=policies.FixedIntervalPolicy(config.every_steps),
-            preservation_policy=ocp.training.preservation_policies.LatestN(config.keep),
+            str((Path(run_folder) / "checkpoints").absolute()),
+            save_decision_policy=every,
+            preservation_policy=newest,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -50,15 +52,16 @@ class Checkpoints:
 
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state after `step` steps (None: the newest), laid out as `abstract` says, on whatever mesh that is."""
-        return TrainState(**self._checkpointer.load(step, _named(abstract)))
+        values: Any = self._checkpointer.load(step, _named(abstract))
+        return TrainState(**values)
 
 
 @contextlib.contextmanager
-def _reading(run_folder: str | Path) -> Iterator[ocp.training.Checkpointer]:
+def _reading(run_folder: str | Path) -> Generator[ocp.training.Checkpointer]:
     folder = Path(run_folder) / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run_folder} has no folder `checkpoints`: give the folder of a run")
-    with ocp.training.Checkpointer(folder.absolute()) as checkpointer:
+    with ocp.training.Checkpointer(str(folder.absolute())) as checkpointer:
         if checkpointer.latest is None:
             raise ValueError(f"{folder} holds no finished checkpoint")
         yield checkpointer
@@ -80,5 +83,5 @@ def open_step(run_folder: str | Path, step: int | None = None) -> dict[str, Any]
         return jax.device_get(checkpointer.load(step, jax.tree.map(shaped, kept)))
 
 
-def _named(state: TrainState) -> Mapping[str, Any]:
+def _named(state: TrainState) -> Any:
     return state._asdict()

@@ -84,11 +84,16 @@ class Corpus:
     fingerprint: str
 
     def decode(self, ids) -> str:
-        """Text of a sequence of byte ids, int [n]; what is no byte or no UTF-8 reads as U+FFFD."""
-        ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-        # 0xFF occurs in no UTF-8 text, so it marks ids that a model with a padded vocabulary may produce.
-        known = np.where((ids >= 0) & (ids < BYTE_VOCAB_SIZE), ids, 0xFF)
-        return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        """See `decode_bytes`."""
+        return decode_bytes(ids)
+
+
+def decode_bytes(ids) -> str:
+    """Text of a sequence of byte ids, int [n]; what is no byte or no UTF-8 reads as U+FFFD."""
+    ids = np.asarray(ids, dtype=np.int64).reshape(-1)
+    # 0xFF occurs in no UTF-8 text, so it marks ids that a model with a padded vocabulary may produce.
+    known = np.where((ids >= 0) & (ids < BYTE_VOCAB_SIZE), ids, 0xFF)
+    return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def stdlib_corpus(limit_bytes: int | None = None) -> Corpus:

@@ -4,6 +4,8 @@ The functions here are what a layer calls. They also own expert tensor paralleli
 before they are dispatched, each rank computes its part of the experts' width, and the parts are summed and scattered back.
 """
 
+from types import ModuleType
+
 from mesh import collectives
 from mesh.fold import Fold
 from moex.dispatch import allgather, alltoall, local, ragged
@@ -23,7 +25,7 @@ __all__ = [
     "worst_case",
 ]
 
-TRANSPORTS = {"local": local, "allgather": allgather, "alltoall": alltoall, "ragged": ragged}
+TRANSPORTS: dict[str, ModuleType] = {"local": local, "allgather": allgather, "alltoall": alltoall, "ragged": ragged}
 
 
 def unavailable(transport: str, platform: str) -> str:
@@ -43,9 +45,9 @@ def plan(
     """
     ep, etp = fold.expert.ep, fold.expert.etp
     experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
-    ranks = fold.size(ep)
+    (num_tokens, top_k), ranks = experts_Tk.shape, fold.size(ep)
     sizes = budget(
-        *experts_Tk.shape, ranks, num_experts // ranks, cell_factor=cell_factor, row_factor=row_factor, align=align
+        num_tokens, top_k, ranks, num_experts // ranks, cell_factor=cell_factor, row_factor=row_factor, align=align
     )
     return TRANSPORTS[transport].plan(experts_Tk, num_experts, sizes, ep)
 

@@ -102,28 +102,43 @@ def _attention(q, k, v, queries, keys, scale, window, ordered, block_size):
 
 
 def _fwd(q, k, v, queries, keys, scale, window, ordered, block_size):
-    parts = [
-        block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), scale=scale, window=window)
-        for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size)
-    ]
-    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-    out = out.astype(q.dtype)
+    def forward(q, k, v, queries, keys):
+        parts = [
+            block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), scale=scale, window=window)
+            for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size)
+        ]
+        out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        return out.astype(q.dtype), lse
+
+    out, lse = _row_by_row(forward, q, k, v, queries, keys)
     return out, (q, k, v, queries, keys, out, lse)
 
 
 def _bwd(scale, window, ordered, block_size, kept, g):
-    q, k, v, queries, keys, out, lse = kept
-    delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (k, v))
-    dqs = []
-    for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size):
-        taken = QueryRows(q[:, rows], g[:, rows], lse[:, rows], delta[:, rows])
-        where = _at(queries, rows), _at(keys, seen)
-        dq, dk_part, dv_part = block_gradients(taken, k[:, seen], v[:, seen], *where, scale=scale, window=window)
-        dqs.append(dq)
-        dk, dv = dk.at[:, seen].add(dk_part), dv.at[:, seen].add(dv_part)
-        dk, dv, dqs[-1] = lax.optimization_barrier((dk, dv, dq))  # one block of scores at a time, on every back end
-    return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    def backward(q, k, v, queries, keys, out, lse, g):
+        delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+        dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (k, v))
+        dqs = []
+        for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size):
+            taken = QueryRows(q[:, rows], g[:, rows], lse[:, rows], delta[:, rows])
+            where = _at(queries, rows), _at(keys, seen)
+            dq, dk_part, dv_part = block_gradients(taken, k[:, seen], v[:, seen], *where, scale=scale, window=window)
+            dk, dv = dk.at[:, seen].add(dk_part), dv.at[:, seen].add(dv_part)
+            dk, dv, dq = lax.optimization_barrier((dk, dv, dq))  # one block of scores at a time, on every back end
+            dqs.append(dq)
+        return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    return *_row_by_row(backward, *kept, g), None, None
+
+
+def _row_by_row(function, *arrays):
+    """On CPUs one row after the other, whose blocks then stay in the cache; elsewhere all rows at once."""
+
+    def rows(*arrays):
+        one = lambda row: jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
+        return lax.map(one, arrays)
+
+    return lax.platform_dependent(*arrays, cpu=rows, default=function)
 
 
 _attention.defvjp(_fwd, _bwd)

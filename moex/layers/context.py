@@ -153,7 +153,8 @@ def _halves(x):
 
 
 def _halves_of(segments, index) -> tuple[Places, Places]:
-    return tuple(map(Places, _halves(segments), _halves(index)))
+    (early_segments, late_segments), (early, late) = _halves(segments), _halves(index)
+    return Places(early_segments, early), Places(late_segments, late)
 
 
 def _joined(low, high):

@@ -124,7 +124,8 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
                 value = np.where(np.arange(slice_shape[0])[:, None] < d.valid_rows, value, np.float32(0))
             return value
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "JAX names the part that it wants"
             ranges = [range(*s.indices(n)) for s, n in zip(index[: len(lead)], lead, strict=True)]
             out_shape = [len(r) for r in ranges] + [
                 len(range(*s.indices(n))) for s, n in zip(index[len(lead) :], slice_shape, strict=True)

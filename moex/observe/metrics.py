@@ -48,7 +48,7 @@ def check_step(record: Mapping[str, object]) -> None:
     known = [*STEP_FIELDS, *OPTIONAL_FIELDS]
     for name in record:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
+            close = difflib.get_close_matches(name, known, n=1)
             problems.append(f"unknown field '{name}'" + (f" (did you mean '{close[0]}'?)" if close else ""))
     if "step" in record and not _is_step(record["step"]):
         problems.append(f"field 'step' must be a whole number >= 0, not {record['step']!r}")
@@ -57,7 +57,7 @@ def check_step(record: Mapping[str, object]) -> None:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
 
 class RunLog:
@@ -161,7 +161,7 @@ def _split_torn(path: Path) -> tuple[bytes | None, bytes]:
 
 def _mend_events(path: Path) -> None:
     whole, torn = _split_torn(path)
-    if torn:
+    if torn and whole is not None:
         whole += encode({"kind": "torn_line", "time": time.time(), "text": torn.decode("utf-8", "replace")})
     if whole is not None:
         replace_file(path, whole)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from moex.observe.health import Verdict, count
+from moex.observe.run import as_number
 from moex.observe.style import CSS
 from moex.observe.tiles import Tile
 
@@ -148,9 +149,12 @@ def _event_row(event: dict) -> str:
 
 def format_time(seconds: object) -> str:
     """Seconds since the epoch as 2030-01-31 12:00:00, UTC; "-" for anything else."""
+    number = as_number(seconds)
+    if number is None:
+        return "-"
     try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (TypeError, ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(number, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
         return "-"
 
 

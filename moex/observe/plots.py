@@ -3,6 +3,8 @@
 Each function takes a Run and returns an <svg> element, or None when the run has no data for it. N steps, L MoE layers.
 """
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 
@@ -21,7 +23,7 @@ def _curve(ax: Axes, run: Run, values: np.ndarray, colour: str, label: str | Non
     """The mean over each bin of steps, with the range within the bin as a band when a bin holds several steps."""
     binned = bin_steps(run.steps, values, MAX_POINTS)
     few = np.isfinite(binned.mean).sum() < 40
-    marker = {"marker": "o", "markersize": 3} if few else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if few else {}
     if binned.width > 1:
         ax.fill_between(binned.steps, binned.low, binned.high, color=INK[colour], alpha=0.2, linewidth=0)
     ax.plot(binned.steps, binned.mean, color=INK[colour], label=label, **marker)
@@ -86,23 +88,23 @@ def loss_parts(run: Run) -> str | None:
 
 def learning_rate(run: Run) -> str | None:
     """From zero up."""
-    return _single(run, "lr", "green", "learning rate", "Learning rate by step", zero=True)
+    return _single(run, "lr", run["lr"], "green", "learning rate", "Learning rate by step", zero=True)
 
 
 def grad_norm(run: Run) -> str | None:
     """On a logarithmic scale; zero has no place there and is left out."""
     values = np.where(run["grad_norm"] > 0, run["grad_norm"], np.nan)
-    return _single(run, values, "purple", "gradient norm", "Gradient norm by step", name="grad", log=True)
+    return _single(run, "grad", values, "purple", "gradient norm", "Gradient norm by step", log=True)
 
 
 def tokens_per_s(run: Run) -> str | None:
     """Throughput of all devices together, from zero up."""
-    return _single(run, "tokens_per_s", "blue", "tokens a second", "Tokens a second by step", zero=True)
+    return _single(run, "speed", run["tokens_per_s"], "blue", "tokens a second", "Tokens a second by step", zero=True)
 
 
-def _single(run, values, colour, label, description, *, name=None, log=False, zero=False) -> str | None:
-    if isinstance(values, str):
-        name, values = values, run[values]
+def _single(
+    run: Run, name: str, values: np.ndarray, colour: str, label: str, description: str, *, log=False, zero=False
+) -> str | None:
     if not _has(values):
         return None
     figure, (ax,) = new_figure(*HALF)
@@ -124,7 +126,7 @@ def layer_load(run: Run) -> str | None:
     binned = bin_steps(run.steps, ratios, MAX_POINTS // 2)
     worst_first = np.argsort(-np.nan_to_num(end_loads(run)), kind="stable")
     named = worst_first[:_NAMED_LAYERS]
-    marker = {"marker": "o", "markersize": 3} if len(binned.steps) < 40 else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(binned.steps) < 40 else {}
     for layer in worst_first[_NAMED_LAYERS:]:
         ax.plot(binned.steps, binned.mean[:, layer], color=INK["muted"], linewidth=0.7, alpha=0.45)
     for layer, colour in reversed(list(zip(named, ("orange", "blue", "green"), strict=False))):

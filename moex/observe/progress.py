@@ -39,7 +39,7 @@ def _number(value: object, spec: str) -> str:
     return format(value, spec) if isinstance(value, Real) else "-"
 
 
-def _printable(text: str, encoding: str | None) -> str:
+def printable(text: str, encoding: str | None) -> str:
     """Text that cannot steer a terminal (a model may sample escape codes) and that the stream can encode."""
     safe = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
     encoding = encoding or "utf-8"
@@ -55,7 +55,7 @@ class Pace:
 
     def update(self, record: Mapping) -> float | None:
         """Takes in a step record; None when neither the clock nor `step_s` tells how long a step takes."""
-        step, now, step_s = record.get("step"), record.get("time"), record.get("step_s")
+        step, now, step_s = record["step"], record.get("time"), record.get("step_s")
         left = self.total_steps - step - 1
         if now is not None:
             self._seen.append((step, now))
@@ -142,10 +142,10 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a text above the display, or as plain lines off a terminal; control characters are made visible."""
         if self._live:
-            text = _printable(text, self._live.console.encoding)
+            text = printable(text, self._live.console.encoding)
             self._live.console.print(text, markup=False, highlight=False, emoji=False)
         else:
-            self._print(_printable(text, getattr(self._stream, "encoding", None)))
+            self._print(printable(text, getattr(self._stream, "encoding", None)))
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)

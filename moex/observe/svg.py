@@ -50,10 +50,10 @@ def inline(figure: Figure, name: str, description: str) -> str:
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", svg)
     for ink, colour in INK.items():
         svg = svg.replace(colour, f"var(--{ink})")
-    opening = re.match(r"<svg[^>]*>", svg).group()
-    box = re.search(r'viewBox="[^"]*"', opening).group()
-    kept = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" aria-label="{description}">'
-    return kept + svg[len(opening) :].strip()
+    opening = re.match(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', svg)
+    assert opening, "matplotlib writes an svg element with a viewBox"
+    kept = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {opening[1]} role="img" aria-label="{description}">'
+    return kept + svg[opening.end() :].strip()
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, list[Axes]]:

@@ -43,8 +43,8 @@ def find_number(tree: object, names: tuple[str, ...]) -> float | None:
     """The first finite number under one of the names, in the order of the names, anywhere in nested objects."""
     for name in names:
         for key, value in _items(tree):
-            if key == name and as_number(value) is not None:
-                return value
+            if key == name and (number := as_number(value)) is not None:
+                return number
     return None
 
 

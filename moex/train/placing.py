@@ -38,7 +38,7 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
     )
 
     def put(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(where: tuple[slice, ...]) -> np.ndarray:
+        def part(where: tuple[slice, ...] | None) -> np.ndarray:
             if not where:
                 return value
             start, stop, _ = where[1].indices(like.shape[1])

@@ -53,7 +53,7 @@ def abstract_state(
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
     moments = optax.tree.map_params(
-        tx, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere)
+        tx.init, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere)
     )
     scalar = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
     return TrainState(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import reference, xla
-from pallas_kernels.grouped_matmul.config import Tiles, choose
+from pallas_kernels.grouped_matmul.config import Tiles
 from pallas_kernels.vma import align
 
 __all__ = ["Tiles", "check_sizes", "grouped_matmul", "implementations"]
@@ -26,17 +26,17 @@ def grouped_matmul(
 ):
     """Multiplies rows [sum(sizes[:e]), sum(sizes[:e + 1])) of lhs by rhs[e]; differentiable in lhs and rhs.
 
-    The m-grouped contiguous matmul of DeepGEMM; `jax.lax.ragged_dot` computes the same. Sums are float32 in the order of
-    K, whatever the tiles and the other groups are, so a row's bits don't depend on R. Rows past the last group come out
-    exactly zero and get a gradient of exactly zero, whatever they hold (NaN too); a group without rows gets a weight
-    gradient of exactly zero.
+    The m-grouped contiguous matmul of DeepGEMM; `jax.lax.ragged_dot` computes the same. Sums are float32. For given tiles
+    a row's bits depend on that row and its matrix alone, not on R, the other groups or where the row stands. Rows past
+    the last group come out exactly zero and get a gradient of exactly zero, whatever they hold (NaN too); a group without
+    rows gets a weight gradient of exactly zero.
 
     Args:
       lhs_RK: float32 or bfloat16.
       rhs_EKN: of the same dtype; its gradient is summed in float32 and then cast to it.
       group_sizes_E: int32, not negative, their sum at most R. `check_sizes` tests this outside jit.
       implementation: None takes the first of mosaic, xla, reference that runs here; a named one that cannot run raises.
-      tiles: rows of a tile; None chooses by shape. Without effect on the reference.
+      tiles: rows of a tile; None takes the default, whatever R is. Without effect on the reference.
       preferred_element_type: dtype of the result; None is that of lhs.
 
     Returns: [R, N]. In a shard_map it varies over the union of the arguments' axes, gradients over each argument's own.
@@ -56,11 +56,10 @@ def grouped_matmul(
     out_dtype = jnp.dtype(preferred_element_type or lhs_RK.dtype)
     if implementation == "reference":
         return reference.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, out_dtype=out_dtype)
-    rows, groups = lhs_RK.shape[0], rhs_EKN.shape[0]
-    tile_rows = min((tiles or choose(rows, groups)).rows, rows)
-    if rows == 0:
-        return reference.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, out_dtype=out_dtype)
-    return xla.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, tile_rows, out_dtype)
+    tiles, rows = tiles or Tiles(), lhs_RK.shape[0]
+    if (missing := tiles.rows - rows) > 0:  # a smaller tile would be multiplied by other code, hence other bits
+        lhs_RK = jnp.pad(lhs_RK, ((0, missing), (0, 0)))
+    return xla.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, tiles.rows, out_dtype)[:rows]
 
 
 def implementations() -> dict[str, str]:

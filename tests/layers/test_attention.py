@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from mesh import ALONE, build_mesh, fold, sharded
 from moex.config import AttentionConfig, RopeConfig
-from moex.layers import param
+from moex.layers import blockwise, param
 from moex.layers.attention import attend
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP, swiglu
 from moex.layers.tokens import Tokens, unpacked
 from tests.layers import oracle
+from tests.quick import quick_jit
 
 B, S = 2, 12
 SEGMENTS = {
@@ -48,6 +49,32 @@ def test_attend_equals_the_loop(segments, kv_heads, window):
     got = attended(q, k, v, tokens, 0.7, window)
     args = (tokens.segments, tokens.index)
     np.testing.assert_allclose(got, oracle.attention(q, k, v, *args, *args, 0.7, window), atol=2e-6)
+
+
+def naive(q, k, v, tokens, window):
+    """All scores at once, padding's gradient and all: what blocks must add up to."""
+    distance = tokens.index[:, :, None] - tokens.index[:, None, :]
+    seen = (distance >= 0) & (tokens.segments[:, :, None] == tokens.segments[:, None, :])
+    seen &= distance < (window or S)
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.where(seen[:, None], jnp.einsum("bsnh,btnh->bnst", q, k) * 0.7, -jnp.inf)
+    return jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores, axis=-1), v)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("block_size", [3, 5, 12])  # the last block of 5 is a short one
+def test_blocks_of_queries_add_up(block_size, ordered, window):
+    rng = np.random.default_rng(4)
+    q, k, v, g = (rng.normal(size=(B, S, n, 8)).astype(np.float32) for n in (4, 2, 2, 4))
+    tokens = tokens_of(SEGMENTS["padded"])
+    places = blockwise.Places(tokens.segments, tokens.index)
+    blocks = lambda q, k, v: blockwise.attention(
+        q, k, v, places, places, scale=0.7, window=window, ordered=ordered, block_size=block_size
+    )
+    both = lambda f: quick_jit(lambda *a: (*jax.vjp(f, *a[:3])[1](a[3]), f(*a[:3])))(q, k, v, g)
+    for got, want in zip(both(blocks), both(lambda *a: naive(*a, tokens, window)), strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-6 * np.abs(want).max())
 
 
 def test_attend_in_bfloat16_keeps_its_softmax_in_float32():
@@ -127,7 +154,7 @@ def alone(name):
         y = call(merged(module, values), x, tokens, ALONE)
         return (y * cotangent).sum(), y
 
-    (_, y), grads = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(values, x)
+    (_, y), grads = quick_jit(jax.value_and_grad(weighed, argnums=(0, 1), has_aux=True))(values, x)
     return y, grads
 
 
@@ -157,7 +184,7 @@ def test_splitting_heads_and_width_changes_nothing(name, mesh, devices):
         return y, grads
 
     over = build_mesh(folded, devices[: folded.num_devices])
-    function = jax.jit(sharded(local, over, (specs, parts, parts, rows), (parts, (specs, parts))))
+    function = quick_jit(sharded(local, over, (specs, parts, parts, rows), (parts, (specs, parts))))
     y, grads = function(values, x, cotangent, tokens_of(SEGMENTS["packed"]))
     want_y, want_grads = alone(name)
     np.testing.assert_allclose(y, want_y, atol=2e-6 * np.abs(want_y).max())

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mesh import build_mesh, fold, sharded
 from moex.config import RouterConfig
 from moex.layers.router import Router, balance_loss, check_router, expert_counts, route, scores, update_bias, z_loss
+from tests.quick import quick_jit
 
 FOUR = jnp.array([[2.0, 1.0, 0.0, -1.0]])
 
@@ -302,7 +303,7 @@ def test_losses_and_gradients_do_not_depend_on_how_tokens_are_split(devices, num
         return value, grad, counts
 
     mesh = build_mesh(folded, devices[:num_devices])
-    got = jax.jit(sharded(local, mesh, (P(axes), P(axes)), (P(), P(axes), P())))(logits, real)
+    got = quick_jit(sharded(local, mesh, (P(axes), P(axes)), (P(), P(axes), P())))(logits, real)
     value, grad = jax.jit(jax.value_and_grad(losses), static_argnums=2)(logits, real, ())
     np.testing.assert_allclose(got[0], value, rtol=1e-6)
     np.testing.assert_allclose(got[1], grad, rtol=1e-5, atol=1e-8)

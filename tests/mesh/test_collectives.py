@@ -148,6 +148,25 @@ def test_float32_sums_keep_what_bfloat16_would_lose(eight):
     assert float(out[0, 0]) == 263.0
 
 
+def test_activations_are_scattered_and_gathered_back_with_float32_sums(eight):
+    """bfloat16 in and out; 256 + 1 + ... + 1 (263) rounds to 264 once, and so does the gradient of an all-gather."""
+    folded, mesh = eight
+    g = jnp.ones((8, 8), jnp.bfloat16).at[0].set(256)  # a row is one device's
+
+    def local(g):
+        scattered = collectives.psum_scatter(g[0], folded.names, dim=0)
+        pull = jax.vjp(lambda x: collectives.all_gather(x, folded.names, dim=0), g[0, :1])[1]
+        back = jax.vjp(lambda x: collectives.psum_scatter(x, folded.names, dim=0), g[0])[1](scattered)
+        return scattered, pull(g[0])[0], back[0][None]
+
+    split = P(folded.names)
+    scattered, gradient, back = run(mesh, local, split, (split, split, split), g)
+    assert scattered.dtype == gradient.dtype == back.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(scattered.astype(jnp.float32), np.full(8, 264))
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), np.full(8, 264))
+    np.testing.assert_array_equal(back.astype(jnp.float32), np.full((8, 8), 264))
+
+
 def test_vary_adds_types_and_its_transpose_sums(eight):
     folded, mesh = eight
     tp = folded.dense.tp

@@ -17,6 +17,7 @@ from moex.layers.tokens import unpacked
 from moex.models.decoder import Decoder
 from moex.train.loss import cross_entropy_sum, logits
 from tests.models.checkpoint import CONFIGS, Golden
+from tests.quick import quick_jit
 
 LOGITS = 1e-5
 GRADIENTS = 2e-5  # of the largest entry of a layer's, or an expert's, tensor
@@ -44,7 +45,7 @@ def ours(name):
         flat = logits(hidden.reshape(-1, g.config.d_model), head, ALONE, vocab_size=size)
         return nll / mask.sum(), (flat.reshape(*ids.shape, -1), stats)
 
-    (value, (logits_BSV, stats)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(g.params)
+    (value, (logits_BSV, stats)), gradients = quick_jit(jax.value_and_grad(loss, has_aux=True))(g.params)
     return jax.device_get((logits_BSV, value, gradients, stats))
 
 

@@ -121,10 +121,16 @@ class Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def one_step(config: RunConfig, num_devices: int) -> Step:
-    """One step on the packed rows of seed 0."""
+def one_step(config: RunConfig, num_devices: int, skewed: bool = False) -> Step:
+    """One step on the packed rows of seed 0; skewed: a bias sends every token to expert 1, half of all pairs."""
     program = program_of(config, num_devices)
     state = program.initial_state()
+    if skewed:
+        assert config.model.router.bias_rate, "without a bias the router cannot be skewed"
+        values = jax.device_get(state)
+        bias = np.zeros_like(values.router_bias)
+        bias[:, 1] = 10
+        state = place_state(program, values._replace(router_bias=bias))
     before = jax.device_get(state)
     state, metrics = program.train(state, put(program, packed_rows(config)))
     return Step(before, jax.device_get(state), jax.device_get(metrics), state)

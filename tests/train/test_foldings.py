@@ -20,6 +20,7 @@ class Case(NamedTuple):
     accumulation: int
     context: str = "gather"
     recompute: tuple[str, ...] = ()
+    skewed: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -29,7 +30,8 @@ class Case(NamedTuple):
 
     def __str__(self):
         parts = ["x".join(map(str, self.dense)), "x".join(map(str, self.expert)), self.transport, self.model]
-        return "-".join([*parts, f"zero{self.zero}", f"acc{self.accumulation}", self.context, *self.recompute])
+        how = [f"zero{self.zero}", f"acc{self.accumulation}", self.context, *self.recompute, *["skewed"] * self.skewed]
+        return "-".join([*parts, *how])
 
 
 LAYER, PARTS, DENSE_PARTS = ("layer",), ("attention", "moe"), ("attention", "mlp", "experts")
@@ -49,6 +51,19 @@ CASES = [
     Case((4, 2, 1), (2, 4, 1), "alltoall", "gqa", zero=1, accumulation=4, context="ulysses", recompute=PARTS),
     Case((4, 2, 1), (1, 1, 8), "local", "mla", zero=3, accumulation=2, recompute=DENSE_PARTS),
 ]
+# More ways for experts to lie across the dense axes; skewed, where a bias sends every token to one expert.
+CASES += [
+    Case((2, 2, 2), (2, 4, 1), "alltoall", "gqa", zero=3, accumulation=1, context="ring"),
+    Case((2, 2, 2), (1, 8, 1), "allgather", "mla", zero=1, accumulation=4, context="ulysses", skewed=True),
+    Case((1, 4, 2), (2, 2, 2), "alltoall", "mla", zero=3, accumulation=2, context="ring", recompute=LAYER, skewed=True),
+    Case((4, 1, 2), (1, 4, 2), "allgather", "gqa", zero=3, accumulation=4, recompute=PARTS),
+    Case((8, 1, 1), (4, 2, 1), "allgather", "mla", zero=1, accumulation=1, recompute=DENSE_PARTS, skewed=True),
+    Case((1, 8, 1), (1, 8, 1), "alltoall", "mla", zero=3, accumulation=1, context="ring", skewed=True),
+    Case(
+        (1, 2, 4), (1, 2, 4), "alltoall", "mla", zero=1, accumulation=4, context="ulysses", recompute=LAYER, skewed=True
+    ),
+    Case((2, 1, 4), (1, 4, 2), "alltoall", "gqa", zero=3, accumulation=2, recompute=LAYER),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -59,7 +74,10 @@ def test_step_equals_one_device(harness, case):
         parallel=case.parallel,
         memory=MemoryConfig(recompute=case.recompute),
     )
-    here, there = harness.one_step(config, 8), harness.one_step(harness.on_one_device(config), 1)
+    here = harness.one_step(config, 8, case.skewed)
+    there = harness.one_step(harness.on_one_device(config), 1, case.skewed)
+    if case.skewed:
+        assert (here.metrics["expert_counts"][:, 1] >= 0.4 * here.metrics["expert_counts"].sum(axis=1)).all()
     jax.tree.map(np.testing.assert_array_equal, here.before.params, there.before.params)
     for name in ("loss", "lm_loss", "aux_loss", "z_loss", "grad_norm"):
         np.testing.assert_allclose(here.metrics[name], there.metrics[name], rtol=1e-6, err_msg=name)

@@ -1,0 +1,196 @@
+"""The MoE block against a float64 loop over tokens and experts, forward and backward; masked tokens; idle experts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from mesh import ALONE, build_mesh, fold, sharded
+from moex.config import ModelConfig, ParallelConfig, RouterConfig
+from moex.layers import param
+from moex.layers.experts import expert_mlp
+from moex.layers.moe import MoE
+from tests.layers import oracle
+from tests.quick import quick_jit
+
+B, S, D, F, E = 2, 8, 16, 12, 8
+
+SOFTMAX = ModelConfig(d_model=D, expert_width=F, router=RouterConfig(num_experts=E, top_k=2))
+CONFIGS = {
+    "softmax": SOFTMAX,
+    "softmax over all": dataclasses.replace(
+        SOFTMAX, router=RouterConfig(num_experts=E, top_k=3, renormalize=False)
+    ),
+    "sigmoid with groups, bias and shared expert": dataclasses.replace(
+        SOFTMAX,
+        shared_width=20,
+        router=RouterConfig(
+            num_experts=E, top_k=2, score_function="sigmoid", scaling_factor=2.5, num_groups=4, top_groups=2,
+            bias_rate=1e-3,
+        ),
+    ),
+}  # fmt: skip
+REAL = np.arange(B * S).reshape(B, S) % 5 != 3
+
+
+@functools.cache
+def given(name):
+    """(module, parameters, input, bias or None, cotangent)."""
+    config = CONFIGS[name]
+    values = param.initial_values(param.declarations(MoE(config)), 3, 0.4, 1)
+    x, cotangent = jax.random.normal(jax.random.key(8), (2, B, S, D))
+    bias = np.linspace(-0.3, 0.3, E).astype(np.float32) if config.router.bias_rate else None
+    return config, values, x, bias, cotangent
+
+
+def weighed(config, parallel, values, x, bias, real, cotangent, folded):
+    """sum(output * cotangent), (output, statistics)."""
+    y, stats = nnx.merge(nnx.graphdef(MoE(config, parallel)), values)(x, bias, real, folded)
+    return (y * cotangent).sum(), (y, stats)
+
+
+@functools.partial(quick_jit, static_argnums=0)
+def alone(config, values, x, bias, real, cotangent):
+    loss = lambda values, x: weighed(config, ParallelConfig(), values, x, bias, real, cotangent, ALONE)
+    (_, (y, stats)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(values, x)
+    return y, stats, grads
+
+
+@functools.cache
+def loop(name):
+    """Output and gradients of the float64 loop."""
+    config, values, x, bias, cotangent = given(name)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
+        values, flat = wide(values), wide(x).reshape(-1, D)
+        function = lambda values, x: oracle.moe(values, x, bias, REAL.reshape(-1), config)
+        y, pull = jax.vjp(function, values, flat)
+        grads = pull(wide(cotangent).reshape(-1, D))
+        return jax.device_get((y.reshape(B, S, D), (grads[0], grads[1].reshape(B, S, D))))
+
+
+def assert_close(got, want, tolerance=3e-6):
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_output_and_gradients_equal_the_loop(name):
+    config, values, x, bias, cotangent = given(name)
+    y, stats, grads = alone(config, values, x, bias, REAL, cotangent)
+    want_y, want_grads = loop(name)
+    assert_close(y, want_y)
+    jax.tree.map(assert_close, grads, want_grads)
+    assert int(stats.counts_E.sum()) == REAL.sum() * config.router.top_k
+    assert int(stats.overflow) == 0
+
+
+def test_masked_tokens_go_nowhere_and_learn_nothing():
+    config, values, x, _, cotangent = given("softmax")
+    y, stats, (weights, dx) = alone(config, values, x, None, REAL, cotangent)
+    np.testing.assert_array_equal(np.asarray(y)[~REAL], 0)
+    np.testing.assert_array_equal(np.asarray(dx)[~REAL], 0)
+    other = jnp.where(REAL[..., None], x, 100.0)
+    again_y, again_stats, (again_weights, _) = alone(config, values, other, None, REAL, cotangent)
+    np.testing.assert_array_equal(np.asarray(y)[REAL], np.asarray(again_y)[REAL])
+    jax.tree.map(np.testing.assert_array_equal, (stats, weights), (again_stats, again_weights))
+
+
+def test_all_tokens_masked():
+    config, values, x, _, cotangent = given("softmax")
+    y, stats, grads = alone(config, values, x, None, np.zeros_like(REAL), cotangent)
+    for leaf in jax.tree.leaves((y, stats, grads)):
+        np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
+
+
+def test_an_expert_without_tokens_gets_exactly_no_gradient():
+    name = "sigmoid with groups, bias and shared expert"
+    config, values, x, bias, cotangent = given(name)
+    y, stats, (weights, _) = alone(config, values, x, np.where(np.arange(E) == 5, -9, bias), REAL, cotangent)
+    assert int(stats.counts_E[5]) == 0
+    assert np.isfinite(y).all()
+    for leaf in jax.tree.leaves(weights["experts"]):
+        np.testing.assert_array_equal(leaf[5], 0)
+        assert all(np.abs(leaf[e]).max() > 0 for e in range(E) if stats.counts_E[e])
+    np.testing.assert_array_equal(np.asarray(weights["router"]["weight"])[:, 5], 0)
+
+
+def test_counts_and_losses_are_of_real_tokens():
+    config, values, x, _, cotangent = given("softmax")
+    _, stats, _ = alone(config, values, x, None, REAL, cotangent)
+    logits = np.asarray(x, np.float64)[REAL] @ np.asarray(values["router"]["weight"], np.float64)
+    picked = np.argsort(-logits, axis=-1)[:, :2]
+    np.testing.assert_array_equal(stats.counts_E, np.bincount(picked.reshape(-1), minlength=E))
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    share = np.bincount(picked.reshape(-1), minlength=E) / picked.size
+    np.testing.assert_allclose(stats.balance_loss, E * (share * p.mean(axis=0)).sum(), rtol=1e-6)
+    np.testing.assert_allclose(stats.z_loss, (np.log(np.exp(logits).sum(axis=-1)) ** 2).mean(), rtol=1e-5)
+
+
+SPLITS = {
+    "local": (dict(dp=2, cp=2, tp=2), dict(edp=8), dict(transport="local")),
+    "local etp2": (dict(dp=2, cp=2, tp=2), dict(edp=4, etp=2), dict(transport="local")),
+    "alltoall ep8": (dict(dp=2, cp=2, tp=2), dict(ep=8), dict(transport="alltoall")),
+    "alltoall ep2 etp2": (dict(dp=2, tp=4), dict(edp=2, ep=2, etp=2), dict(transport="alltoall")),
+    "allgather ep4": (dict(dp=2, cp=2, tp=2), dict(edp=2, ep=4), dict(transport="allgather")),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
+    """Output, input gradient, every parameter's gradient, statistics: eight devices against one."""
+    config, values, x, bias, cotangent = given("sigmoid with groups, bias and shared expert")
+    dense, expert, settings = SPLITS[split]
+    folded, parallel = fold(dense, expert), ParallelConfig(**settings)
+    declared = param.declarations(MoE(config, parallel))
+    places = param.placements(declared, folded)
+    specs = jax.tree.map(lambda p: p.spec, places)
+    parts = P(folded.dense.dp, folded.dense.sequence)
+
+    def local(shards, x, real, cotangent):
+        def loss(shards, x):
+            entered = param.enter(declared, places, shards, jnp.float32)
+            return weighed(config, parallel, entered, x, bias, real, cotangent, folded)
+
+        (_, (y, stats)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(shards, x)
+        return y, stats, grads
+
+    in_specs, out_specs = (specs, parts, parts, parts), (parts, P(), (specs, parts))
+    function = quick_jit(sharded(local, build_mesh(folded, devices), in_specs, out_specs))
+    y, stats, grads = function(values, x, REAL, cotangent)
+    want_y, want_stats, want_grads = alone(config, values, x, bias, REAL, cotangent)
+    assert_close(y, want_y)
+    jax.tree.map(assert_close, grads, want_grads)
+    np.testing.assert_array_equal(stats.counts_E, want_stats.counts_E)
+    np.testing.assert_array_equal(stats.overflow, 0)
+    np.testing.assert_allclose(stats.balance_loss, want_stats.balance_loss, rtol=1e-6)
+    np.testing.assert_allclose(stats.z_loss, want_stats.z_loss, rtol=1e-6)
+
+
+# --- the experts' function ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 3e-6), (jnp.bfloat16, 2e-2)])
+def test_experts_by_rows(dtype, tolerance):
+    """Sizes with an empty expert and rows past the last one, which come out zero."""
+    sizes, rows = np.array([3, 0, 5, 1], np.int32), 12
+    key = jax.random.split(jax.random.key(0), 4)
+    x, gate_up = jax.random.normal(key[0], (rows, D), dtype), jax.random.normal(key[1], (4, D, 2, F), dtype) / 4
+    down, weights = jax.random.normal(key[2], (4, F, D), dtype) / 4, jax.random.uniform(key[3], (rows,))
+    got = expert_mlp(x, weights, sizes, gate_up, down)
+    assert got.dtype == dtype
+    wide = [np.asarray(a, np.float64) for a in (x, gate_up, down)]
+    expert = np.repeat(np.arange(4), sizes)
+    want = [float(weights[r]) * oracle.mlp(wide[0][r], wide[1][e], wide[2][e]) for r, e in enumerate(expert)]
+    assert_close(np.asarray(got, np.float64)[: len(expert)], np.array(want), tolerance)
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[len(expert) :], 0)
+
+
+def test_no_two_experts_start_equal():
+    _, values, *_ = given("softmax")
+    for leaf in jax.tree.leaves(values["experts"]):
+        assert len({np.asarray(one).tobytes() for one in leaf}) == E
