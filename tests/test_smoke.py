@@ -46,7 +46,7 @@ def test_run_trains_saves_and_reports(run_folder, monkeypatch, capsys):
 )
 def test_folded_step_equals_one_device(parallel):
     model = deepseek_v3(
-        vocab_size=256, vocab_multiple=8, d_model=32, num_layers=2, num_dense_layers=1, dense_width=32, expert_width=16,
+        vocab_size=256, vocab_multiple=8, d_model=32, num_layers=2, expert_width=16,
         shared_width=16, init_std=0.1, num_heads=8, nope_dim=8, rope_dim=4, value_dim=8, q_latent_dim=16,
         kv_latent_dim=12, num_experts=8, top_k=2, num_groups=4, top_groups=2, aux_coefficient=0.01,
     )  # fmt: skip
