@@ -148,7 +148,7 @@ def test_lowered_for_cuda_at_production_size_it_stays_small_and_never_dense():
     text = jax.jit(jax.grad(loss, (0, 1))).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
     assert len(text) < 100_000
     assert f"tensor<{s.groups}x{s.rows}x" not in text  # rows times all groups
-    tiles = s.rows // 128 + s.groups
+    tiles = s.rows // Tiles().rows + s.groups
     assert f"tensor<{tiles}x{s.inner}x{s.outer}x" not in text  # a matrix for every tile
     bounds = re.findall(r"stablehlo\.compare\s+LT, %iterArg\w*, %(\w+)", text)
     assert bounds, "the loops over tiles"
