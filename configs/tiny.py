@@ -23,7 +23,7 @@ def tiny() -> RunConfig:
             attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=64, qk_norm=True),
             router=RouterConfig(num_experts=8, top_k=2, aux_coefficient=0.01),
         ),
-        train=TrainConfig(steps=500, batch_size=8, seq_len=256),
+        train=TrainConfig(steps=400, batch_size=8, seq_len=256),
         optimizer=OptimizerConfig(peak_lr=4e-3, final_lr=2e-4, warmup_steps=30),
         precision=PrecisionConfig(compute_dtype="float32"),
     )

@@ -148,7 +148,7 @@ CONFIGURATIONS = {
     "--memory.recompute mlp": ["memory.recompute", "`mlp` has no effect without dense layers"],
     "--memory.recompute layer moe": ["`layer` contains ['moe']", "name one or the others"],
     "--optimizer.name=sgd": ["optimizer.weight_decay=0.1 has no effect with sgd", "set it to 0"],
-    "--optimizer.warmup-steps=500": ["optimizer.warmup_steps=500", "train.steps=500"],
+    "--optimizer.warmup-steps=400": ["optimizer.warmup_steps=400", "train.steps=400"],
     "--optimizer.peak-lr=nan": ["optimizer.peak_lr=nan must be above 0"],
     "--optimizer.peak-lr=-1": ["optimizer.peak_lr=-1.0 must be above 0"],
     "--optimizer.clip-norm=-1": ["optimizer.clip_norm=-1.0 must be at least 0"],
