@@ -28,6 +28,7 @@ from moex.observe.progress import printable
 from moex.train.loss import logits
 from moex.train.program import Program, build
 from moex.train.state import TrainState
+from moex.train.step import entered, entering, hidden
 from moex.validate import ConfigError
 
 
@@ -90,23 +91,21 @@ def _sample_loop(program: Program, num_tokens: int):
 def _next_logits(program: Program):
     """(params, bias, window [B, S], length) -> float32 scores [B, V] of the token after the first `length` ones."""
     config, decoder, fold = program.config, program.decoder, program.fold
-    places = param.placements(decoder.declarations, fold)
-    dtype = jnp.dtype(config.precision.compute_dtype)
+    enter = entering(config, decoder, fold)
 
     def run(shards, bias_LE, ids_BS, index_BS, length):
-        params = {n: param.enter(decoder.declarations[n], places[n], t, dtype) for n, t in shards.items()}
+        params = entered(enter, shards)
         tokens = Tokens((index_BS < length).astype(jnp.int32), index_BS, index_BS)
-        biases = bias_LE if config.model.router.bias_rate > 0 else None
-        hidden, _ = decoder.hidden(params, biases, ids_BS, tokens, fold, dtype)
-        hidden = collectives.all_gather(collectives.all_gather(hidden, fold.dense.tp, dim=1), fold.dense.cp, dim=1)
+        x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, ids_BS, tokens)
+        x_BSD = collectives.all_gather(collectives.all_gather(x_BSD, fold.dense.tp, dim=1), fold.dense.cp, dim=1)
         index_BS = collectives.all_gather(index_BS, fold.dense.cp, dim=1)
-        last_BD = (hidden * (index_BS == length - 1)[..., None]).sum(axis=1)
+        last_BD = (x_BSD * (index_BS == length - 1)[..., None]).sum(axis=1)
         scores_BV = logits(last_BD, decoder.head(params), fold, vocab_size=config.model.vocab_size)
         return collectives.pmax(scores_BV, fold.dense.cp)  # equal already; this lets the type say so
 
     dense = fold.dense
     rows, sequence = PartitionSpec(dense.dp, dense.cp), PartitionSpec(dense.dp, dense.tp)
-    specs = jax.tree.map(lambda p: p.spec, places)
+    specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
     inner = sharded(run, program.mesh, (specs, PartitionSpec(), rows, rows, PartitionSpec()), sequence)
 
     def call(params, bias, window_BS, length):

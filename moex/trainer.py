@@ -120,7 +120,7 @@ class _Loop:
         return EXIT_DONE
 
     def _start(self, first: int) -> TrainState:
-        derived = dict(self.derived)
+        derived = self.derived
         facts = ("corpus", "corpus_fingerprint", "train_tokens", "held_out_tokens", "train_files", "held_out_files")
         self.log.event("data", unigram_entropy=derived["unigram_entropy"], **{name: derived[name] for name in facts})
         if not first:

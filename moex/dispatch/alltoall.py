@@ -5,8 +5,6 @@ in a cell of C rows, in the order (token, choice); what doesn't fit overflows. R
 sources, so a stable sort by expert gives the canonical order.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -14,53 +12,28 @@ from mesh import collectives
 from mesh.axes import Axes
 from moex.dispatch import local
 from moex.dispatch.budget import Budget
-from moex.dispatch.move import move
-from moex.dispatch.plan import Rows
+from moex.dispatch.plan import Routes, Rows
 
 
-class Cells(NamedTuple):
-    """cells: this device's pairs sorted into n cells.  rows: received slots sorted by local expert.  sent_overflow: int32."""
-
-    cells: Rows
-    rows: Rows
-    sent_overflow: jax.Array
-
-    @property
-    def counts_e(self):
-        return self.rows.counts_e
-
-    @property
-    def sizes_e(self):
-        return self.rows.sizes_e
-
-    @property
-    def overflow(self):
-        return self.sent_overflow + self.rows.overflow
-
-
-def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Cells:
+def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Routes:
     """Sorts pairs into cells, tells receivers which expert each slot is for, and sorts what arrives."""
     num_ranks = collectives.axis_size(ep)
     num_local = num_experts // num_ranks
     cells, overflow = _into_cells(experts_Tk, num_local, num_ranks, budget.cell_rows)
-    wanted = move(
-        (experts_Tk.reshape(-1, 1) % num_local + 1).astype(jnp.float32),  # exact: fewer than 2^24 local experts
-        cells.pair_of_row_R[:, None], cells.row_of_pair_Tk.reshape(-1, 1),
-    )  # fmt: skip
-    arrived = _exchange(wanted.astype(jnp.int32), ep) - 1  # an empty slot says -1: for nobody
-    return Cells(cells, local.plan(arrived, num_local, budget), overflow)
+    arrived = _exchange(local.local_experts(experts_Tk, cells, num_local), ep) - 1  # an empty slot says -1: for nobody
+    return Routes(cells, local.plan(arrived, num_local, budget), overflow)
 
 
-def send(x_TD, plan: Cells, ep: Axes):
-    return local.send(_exchange(local.send(x_TD, plan.cells), ep), plan.rows)
+def send(x_TD, plan: Routes, ep: Axes):
+    return local.send(_exchange(local.send(x_TD, plan.sent), ep), plan.received)
 
 
-def send_pairs(weights_Tk, plan: Cells, ep: Axes):
-    return local.send_pairs(_exchange(local.send_pairs(weights_Tk, plan.cells)[:, None], ep), plan.rows)
+def send_pairs(weights_Tk, plan: Routes, ep: Axes):
+    return local.send_pairs(_exchange(local.send_pairs(weights_Tk, plan.sent)[:, None], ep), plan.received)
 
 
-def combine(rows_RD, plan: Cells, ep: Axes):
-    return local.combine(_exchange(local.combine(rows_RD, plan.rows), ep), plan.cells)
+def combine(rows_RD, plan: Routes, ep: Axes):
+    return local.combine(_exchange(local.combine(rows_RD, plan.received), ep), plan.sent)
 
 
 def _exchange(x, ep: Axes):

@@ -55,3 +55,10 @@ def send_pairs(weights_Tk, plan: Rows, ep: Axes = ()):
 def combine(rows_RD, plan: Rows, ep: Axes = ()):
     """[R, D] -> [T, D]: the sum of each token's rows in the order of its choices."""
     return move(rows_RD, plan.row_of_pair_Tk, plan.token_of_row_R[:, None])
+
+
+def local_experts(experts_Tk, sent: Rows, num_local: int):
+    """What tells a receiver whom a row is for: 1 + the expert's number on its own rank, 0 in an empty row.  int32 [R, 1]."""
+    pair_R = sent.pair_of_row_R
+    number_R = experts_Tk.reshape(-1)[jnp.maximum(pair_R, 0)] % num_local + 1
+    return jnp.where(pair_R >= 0, number_R, 0)[:, None]

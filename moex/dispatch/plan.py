@@ -14,7 +14,7 @@ applied by the expert, so combining is a plain sum. A pair without room is count
 step that it happens in is not applied.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -51,3 +51,28 @@ class Rows(NamedTuple):
     counts_e: jax.Array
     sizes_e: jax.Array
     overflow: jax.Array
+
+
+class Routes(NamedTuple):
+    """The plan of a transport that moves single rows between ranks.
+
+    sent: this device's pairs, sorted by destination.  received: what arrives, sorted by local expert.  sent_overflow:
+    int32, pairs that weren't sent for want of room.  sizes: what else the transport's exchange needs.
+    """
+
+    sent: Rows
+    received: Rows
+    sent_overflow: jax.Array
+    sizes: Any = ()
+
+    @property
+    def counts_e(self) -> jax.Array:
+        return self.received.counts_e
+
+    @property
+    def sizes_e(self) -> jax.Array:
+        return self.received.sizes_e
+
+    @property
+    def overflow(self) -> jax.Array:
+        return self.sent_overflow + self.received.overflow

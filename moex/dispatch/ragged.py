@@ -17,7 +17,7 @@ from mesh.axes import Axes
 from mesh.vma import vary, varying
 from moex.dispatch import local
 from moex.dispatch.budget import Budget
-from moex.dispatch.plan import Rows
+from moex.dispatch.plan import Routes
 
 
 class Sizes(NamedTuple):
@@ -33,28 +33,7 @@ class Sizes(NamedTuple):
     peer_sent_from: jax.Array
 
 
-class Exchange(NamedTuple):
-    """pairs: this device's pairs sorted by destination.  rows: received slots sorted by local expert."""
-
-    pairs: Rows
-    rows: Rows
-    sizes: Sizes
-    sent_overflow: jax.Array
-
-    @property
-    def counts_e(self):
-        return self.rows.counts_e
-
-    @property
-    def sizes_e(self):
-        return self.rows.sizes_e
-
-    @property
-    def overflow(self):
-        return self.sent_overflow + self.rows.overflow
-
-
-def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Exchange:
+def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Routes:
     """Sizes of every pair of ranks, known to all; rows past a peer's buffer aren't sent and count as overflow."""
     num_ranks, me = collectives.axis_size(ep), collectives.axis_index(ep)
     num_local, num_pairs = num_experts // num_ranks, experts_Tk.size
@@ -65,29 +44,28 @@ def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Exchange:
     rows_nn = ends_nn - at_nn
     from_nn = jnp.cumsum(wanted_nn, axis=1) - wanted_nn
     sizes = Sizes(from_nn[me], rows_nn[me], at_nn[me], rows_nn[:, me], at_nn[:, me], from_nn[:, me])
-    expert_P1 = (experts_Tk.reshape(-1)[jnp.maximum(pairs.pair_of_row_R, 0)] % num_local + 1)[:, None]
-    arrived = _there(jnp.where((pairs.pair_of_row_R >= 0)[:, None], expert_P1, 0), sizes, budget.rows, ep) - 1
+    arrived = _there(local.local_experts(experts_Tk, pairs, num_local), sizes, budget.rows, ep) - 1
     overflow = (wanted_nn - rows_nn)[me].sum(dtype=jnp.int32)
-    return Exchange(pairs, local.plan(arrived, num_local, budget), sizes, overflow)
+    return Routes(pairs, local.plan(arrived, num_local, budget), overflow, sizes)
 
 
-def send(x_TD, plan: Exchange, ep: Axes):
-    return local.send(_exchange(local.send(x_TD, plan.pairs), plan.sizes, _slots(plan), ep), plan.rows)
+def send(x_TD, plan: Routes, ep: Axes):
+    return local.send(_exchange(local.send(x_TD, plan.sent), plan.sizes, _slots(plan), ep), plan.received)
 
 
-def send_pairs(weights_Tk, plan: Exchange, ep: Axes):
-    rows_P1 = local.send_pairs(weights_Tk, plan.pairs)[:, None]
-    return local.send_pairs(_exchange(rows_P1, plan.sizes, _slots(plan), ep), plan.rows)
+def send_pairs(weights_Tk, plan: Routes, ep: Axes):
+    rows_P1 = local.send_pairs(weights_Tk, plan.sent)[:, None]
+    return local.send_pairs(_exchange(rows_P1, plan.sizes, _slots(plan), ep), plan.received)
 
 
-def combine(rows_RD, plan: Exchange, ep: Axes):
-    num_pairs = plan.pairs.pair_of_row_R.shape[0]
-    back = _exchange(local.combine(rows_RD, plan.rows), _reverse(plan.sizes), num_pairs, ep)
-    return local.combine(back, plan.pairs)
+def combine(rows_RD, plan: Routes, ep: Axes):
+    num_pairs = plan.sent.pair_of_row_R.shape[0]
+    back = _exchange(local.combine(rows_RD, plan.received), _reverse(plan.sizes), num_pairs, ep)
+    return local.combine(back, plan.sent)
 
 
-def _slots(plan: Exchange) -> int:
-    return plan.rows.row_of_pair_Tk.shape[0]
+def _slots(plan: Routes) -> int:
+    return plan.received.row_of_pair_Tk.shape[0]
 
 
 def _reverse(sizes: Sizes) -> Sizes:

@@ -48,12 +48,7 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             logits_TE = self.router(x_TD)
             routing = route(logits_TE, bias_E, config, mask_T=real_T)
-            stats = MoEStats(
-                balance_loss=balance_loss(logits_TE, real_T, config, axes=axes),
-                z_loss=z_loss(logits_TE, real_T, axes=axes),
-                counts_E=collectives.psum(routing.counts_E, axes),
-                overflow=jnp.int32(0),
-            )
+            balance, z = balance_loss(logits_TE, real_T, config, axes=axes), z_loss(logits_TE, real_T, axes=axes)
         with jax.named_scope("dispatch"):
             wanted_Tk = jnp.where(real_T[:, None], routing.experts_Tk, config.num_experts)
             plan = dispatch.plan(transport, wanted_Tk, config.num_experts, fold, **self.factors)
@@ -64,8 +59,8 @@ class MoE(nnx.Module):
             rows_RD = experts(rows_RD, weights_R)
         with jax.named_scope("combine"):
             y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
-        stats = stats._replace(overflow=collectives.psum(plan.overflow, axes))
+        counts_E, overflow = collectives.psum(routing.counts_E, axes), collectives.psum(plan.overflow, axes)
         if hasattr(self, "shared"):
             with jax.named_scope("shared_expert"):
                 y_BSD += self.shared(x_BSD, fold)
-        return y_BSD, stats
+        return y_BSD, MoEStats(balance, z, counts_E, overflow)

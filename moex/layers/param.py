@@ -79,10 +79,11 @@ def tree_map(function, tree: Mapping, *rest):
     return jax.tree.map(function, tree, *rest, is_leaf=is_declaration)
 
 
-def named_map(function, tree: Mapping):
-    """Maps `function(name, declaration)`, name being the path joined by dots."""
+def named_map(function, tree: Mapping, *rest):
+    """Maps `function(name, declaration, *values)`, name being the path joined by dots; `rest` as for `tree_map`."""
     name = lambda path: ".".join(str(getattr(k, "key", k)) for k in path)
-    return jax.tree_util.tree_map_with_path(lambda path, d: function(name(path), d), tree, is_leaf=is_declaration)
+    named = lambda path, *values: function(name(path), *values)
+    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_declaration)
 
 
 def abstract(tree: Mapping) -> dict:
@@ -110,7 +111,7 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
     key = jax.random.key(seed)
     deviations = dict(normal=std, output=std / (2 * num_layers) ** 0.5)
 
-    def draw(name: str, d: Declaration, sharding):
+    def draw(name: str, d: Declaration, sharding=None):
         lead = d.full_shape[: (1 if d.stacked else 0) + d.slices]
         slice_shape = d.full_shape[len(lead) :]
         path_key = jax.random.fold_in(key, int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
@@ -139,12 +140,7 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
             return jnp.asarray(part((slice(None),) * len(d.full_shape)))
         return jax.make_array_from_callback(d.full_shape, sharding, part)
 
-    if shardings is None:
-        return named_map(lambda name, d: draw(name, d, None), tree)
-    by_name = {}
-    named_map(by_name.setdefault, tree)
-    flat = dict(zip(by_name, jax.tree.leaves(shardings), strict=True))
-    return named_map(lambda name, d: draw(name, d, flat[name]), tree)
+    return named_map(draw, tree) if shardings is None else named_map(draw, tree, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(2,))

@@ -26,6 +26,11 @@ from moex.memory.recompute import recomputed
 Enter = Callable[[str, Mapping], Mapping]
 
 
+def as_they_are(_: str, params: Mapping) -> Mapping:
+    """The `Enter` of parameters that compute can use as they stand."""
+    return params
+
+
 class Layer(nnx.Module):
     """One pre-norm layer: attention, then a dense MLP or experts."""
 
@@ -92,7 +97,7 @@ class Decoder:
         }
 
     def hidden(
-        self, params: Mapping, bias_LE, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = lambda _, tree: tree
+        self, params: Mapping, bias_LE, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are
     ) -> tuple[jax.Array, MoEStats | None]:
         """Final normalised activations.
 
@@ -122,7 +127,7 @@ class Decoder:
         with jax.named_scope("final_norm"):
             return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
 
-    def head(self, params: Mapping, enter: Enter = lambda _, tree: tree):
+    def head(self, params: Mapping, enter: Enter = as_they_are):
         """The head's weight [V, D], float32; the embedding where they are tied."""
         ends = enter("ends", params["ends"])
         return ends["embedding" if self.config.tie_embeddings else "head"]

@@ -19,7 +19,7 @@ from moex.config import RunConfig
 from moex.layers import param
 from moex.layers.router import update_bias
 from moex.layers.tokens import Tokens
-from moex.models.decoder import Decoder
+from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate
 from moex.train.state import Leaf, TrainState, count
@@ -71,6 +71,37 @@ def abstract_batch(config: RunConfig, fold: Fold, mesh) -> Batch:
     )
 
 
+def entering(config: RunConfig, decoder: Decoder, fold: Fold) -> Enter:
+    """(name of a part, its stored shards) -> its parameters as compute sees them; call it inside shard_map."""
+    places = param.placements(decoder.declarations, fold)
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    return lambda name, shards: param.enter(decoder.declarations[name], places[name], shards, dtype)
+
+
+def entered(enter: Enter, shards: Mapping) -> dict:
+    """All parts at once."""
+    return {name: enter(name, part) for name, part in shards.items()}
+
+
+def hidden(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, ids_BS, tokens: Tokens, enter=as_they_are):
+    """Final activations and statistics, see `Decoder.hidden`; biases take part where the router is balanced by them."""
+    biases = bias_LE if config.model.router.bias_rate > 0 else None
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    return decoder.hidden(params, biases, ids_BS, tokens, fold, dtype, enter)
+
+
+def nll_sum(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, micro: Batch, enter=as_they_are):
+    """Sum of -log p(label) over all devices' valid tokens of a micro-batch, and the layers' statistics."""
+    tokens = Tokens(micro.segments, micro.positions, micro.index)
+    activations, stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter)
+    with jax.named_scope("loss"):
+        nll = cross_entropy_sum(
+            activations, decoder.head(params, enter), micro.labels, micro.mask, fold,
+            vocab_size=config.model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens,
+        )  # fmt: skip
+        return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats
+
+
 def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, micro: Batch, total_tokens, enter):
     """One micro-batch's share of the step's loss, and its `Sums`; runs inside shard_map.
 
@@ -78,15 +109,8 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE,
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
     model, router = config.model, config.model.router
-    dtype = jnp.dtype(config.precision.compute_dtype)
-    tokens = Tokens(micro.segments, micro.positions, micro.index)
-    hidden, stats = decoder.hidden(params, bias_LE, micro.ids, tokens, fold, dtype, enter)
-    with jax.named_scope("loss"):
-        nll = cross_entropy_sum(
-            hidden, decoder.head(params, enter), micro.labels, micro.mask, fold,
-            vocab_size=model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens,
-        )  # fmt: skip
-        lm_loss = collectives.psum(nll, fold.dense.dp + fold.dense.cp) / total_tokens
+    nll, stats = nll_sum(config, decoder, fold, params, bias_LE, micro, enter)
+    lm_loss = nll / total_tokens
     if stats is None:
         none = jnp.float32(0)
         return lm_loss, Sums(lm_loss, none, none, jnp.zeros((0, router.num_experts), jnp.int32), jnp.int32(0))
@@ -103,23 +127,16 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
     ZeRO-1 gathers parameters once, sums gradients of the gathered ones over micro-batches and reduces them once; ZeRO-3
     gathers a layer's parameters where the layer runs, and reduces its gradients there.
     """
-    declarations = decoder.declarations
-    places = param.placements(declarations, fold)
-    dtype = jnp.dtype(config.precision.compute_dtype)
-    enter_part = lambda name, shards: param.enter(declarations[name], places[name], shards, dtype)
-    use_bias = config.model.router.bias_rate > 0
+    places, enter_part = param.placements(decoder.declarations, fold), entering(config, decoder, fold)
 
     def run(shards, bias_LE, batch: Batch):
         once = config.parallel.zero == 1
-        params = {name: enter_part(name, tree) for name, tree in shards.items()} if once else shards
-        enter = (lambda _, tree: tree) if once else enter_part
+        params, enter = (entered(enter_part, shards), as_they_are) if once else (shards, enter_part)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         total_tokens = jnp.maximum(valid, 1).astype(jnp.float32)
 
         def micro_gradients(micro: Batch):
-            function = lambda p: micro_loss(
-                config, decoder, fold, p, bias_LE if use_bias else None, micro, total_tokens, enter
-            )
+            function = lambda p: micro_loss(config, decoder, fold, p, bias_LE, micro, total_tokens, enter)
             (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(params)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
@@ -191,27 +208,14 @@ def _where(condition, new, old):
 
 def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
     """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number), over all devices."""
-    places = param.placements(decoder.declarations, fold)
-    dtype = jnp.dtype(config.precision.compute_dtype)
+    enter = entering(config, decoder, fold)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
-        enter = lambda name, tree: param.enter(decoder.declarations[name], places[name], tree, dtype)
-        params = {name: enter(name, tree) for name, tree in shards.items()}
-        axes = fold.dense.dp + fold.dense.cp
+        params = entered(enter, shards)
+        add = lambda total, micro: (total + nll_sum(config, decoder, fold, params, bias_LE, micro)[0], None)
+        nll, _ = lax.scan(add, jnp.float32(0), batch._replace(step=None))
+        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
 
-        def micro_sum(total, micro: Batch):
-            tokens = Tokens(micro.segments, micro.positions, micro.index)
-            biases = bias_LE if config.model.router.bias_rate > 0 else None
-            hidden, _ = decoder.hidden(params, biases, micro.ids, tokens, fold, dtype)
-            nll = cross_entropy_sum(
-                hidden, decoder.head(params), micro.labels, micro.mask, fold,
-                vocab_size=config.model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens,
-            )  # fmt: skip
-            return total + collectives.psum(nll, axes), None
-
-        nll, _ = lax.scan(micro_sum, jnp.float32(0), batch._replace(step=None))
-        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), axes)
-
-    specs = jax.tree.map(lambda p: p.spec, places)
+    specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
     scalar = PartitionSpec()
     return sharded(run, mesh, in_specs=(specs, scalar, batch_specs(fold)), out_specs=(scalar, scalar))
