@@ -75,8 +75,7 @@ def roll_call(start: Start, me: Peer, timeout_s: float, check: Callable[[Sequenc
 
 def _collect(start: Start, me: Peer, deadline: float, timeout_s: float, check, stack: contextlib.ExitStack):
     server = stack.enter_context(_listen(start))
-    peers, connections = {0: me}, {}
-    problem = ""
+    peers, waiting, refused, problem = {0: me}, {}, [], ""
     while len(peers) < start.num_processes and not problem:
         if (left := deadline - time.monotonic()) <= 0:
             problem = _missing(start, peers, timeout_s)
@@ -88,39 +87,40 @@ def _collect(start: Start, me: Peer, deadline: float, timeout_s: float, check, s
             continue
         if (peer := _hello(connection)) is None:
             continue
-        other = peers.get(peer.process_id)
-        if peer.num_processes != start.num_processes:
-            problem = (
-                f"process {peer.process_id} on {peer.host} was told of {peer.num_processes} processes, process 0 on "
-                f"{me.host} of {start.num_processes}: set NUM_PROCESSES alike on all"
-            )
-        # A process that was started again takes the place of the one before it.
-        elif other and not (connections.get(peer.process_id) and _left(connections[peer.process_id])):
-            problem = (
-                f"two processes have the number {peer.process_id}, on {other.host} and {peer.host}: give each its own "
-                "PROCESS_ID"
-            )
-        connections[peer.process_id if not problem else len(connections) + start.num_processes] = connection
-        peers.setdefault(peer.process_id, peer)
-        if not problem:
-            peers[peer.process_id] = peer
+        if problem := _unfit(me, peer, None if _left(waiting.get(peer.process_id)) else peers.get(peer.process_id)):
+            refused.append(connection)
+            break
+        peers[peer.process_id], waiting[peer.process_id] = peer, connection
+        for gone in [i for i, other in waiting.items() if _left(other)]:  # it ended; the launcher may start it again
+            del peers[gone], waiting[gone]
     ordered = tuple(peers[i] for i in sorted(peers))
     if not problem:
-        if gone := [i for i, connection in connections.items() if _left(connection)]:
-            problem = f"processes {gone} ended before all {start.num_processes} had come: see what they say"
-        else:
-            try:
-                check(ordered)
-            except StartError as error:
-                problem = str(error)
+        try:
+            check(ordered)
+        except StartError as error:
+            problem = str(error)
     answer = _line(dict(problem=problem, peers=[] if problem else ordered))
-    for connection in connections.values():
+    for connection in (*waiting.values(), *refused):
         with contextlib.suppress(OSError):
             connection.settimeout(HELLO_S)
             connection.sendall(answer)
     if problem:
         raise StartError(problem)
     return ordered
+
+
+def _unfit(me: Peer, peer: Peer, other: Peer | None) -> str:
+    """Why process 0 can't take the report of `peer`, where `other` is who has its number already; empty if it can."""
+    if peer.num_processes != me.num_processes:
+        return (
+            f"process {peer.process_id} on {peer.host} was told of {peer.num_processes} processes, process 0 on {me.host} "
+            f"of {me.num_processes}: set NUM_PROCESSES alike on all"
+        )
+    if other:
+        return (
+            f"two processes have the number {peer.process_id}, on {other.host} and {peer.host}: set PROCESS_ID on each"
+        )
+    return ""
 
 
 def _report(start: Start, me: Peer, deadline: float, timeout_s: float):
@@ -187,8 +187,10 @@ def _hello(connection: socket.socket) -> Peer | None:
     return None
 
 
-def _left(connection: socket.socket) -> bool:
+def _left(connection: socket.socket | None) -> bool:
     """Whether the other end has closed: it sends nothing after its report, so readable means the end."""
+    if connection is None:
+        return False
     try:
         connection.setblocking(False)
         return connection.recv(1) == b""
