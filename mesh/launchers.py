@@ -132,7 +132,8 @@ def local_device_ids(start: Start, num_visible: int, environ: Mapping[str, str] 
     if num_visible == 1:
         return (0,)
     on_node = _optional(environ, "SLURM_GPUS_ON_NODE") or num_visible
-    if "SLURM_GPUS_PER_TASK" in environ or on_node > num_visible:
+    per_task = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # 4 or h100:4, also where nothing is bound
+    if per_task == str(num_visible) or on_node > num_visible:
         return None  # SLURM has bound each task to several
     remedy = "start as many processes as GPUs, one for each host, or set LOCAL_DEVICE_IDS on each"
     if num_visible % size:
@@ -184,6 +185,8 @@ def _slurm(environ: Mapping[str, str]) -> _Place | None:
     size, rank, nodes = "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"
     if any(name not in environ for name in (size, rank, nodes)):
         return None
+    if environ.get("SLURM_STEP_NUM_TASKS", environ[size]) != environ[size]:
+        return None  # salloc's shell: a step of one task that shows the job's number
     # Under srun MPI's variables repeat SLURM's. When they don't, srun has started the daemons of an mpiexec.
     pmi = [_optional(environ, name) for name in ("PMI_SIZE", "PMI_RANK")]
     if None not in pmi and pmi != [_int(environ, size), _int(environ, rank)]:
@@ -220,10 +223,11 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
 
 def _refuse_unlaunched(environ: Mapping[str, str]) -> None:
     """A job of several tasks whose script doesn't call srun would train alone, or once for each task."""
-    if (_optional(environ, "SLURM_NTASKS") or 1) > 1 and "SLURM_STEP_NODELIST" not in environ:
+    if (_optional(environ, "SLURM_NTASKS") or 1) > 1:
         raise ValueError(
-            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but SLURM_STEP_NODELIST isn't set, so srun hasn't started this "
-            "process: start it with srun, or set NUM_PROCESSES=1 to train with this process alone"
+            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but srun hasn't started this process (SLURM_STEP_NODELIST="
+            f"{environ.get('SLURM_STEP_NODELIST', '')!r}, SLURM_STEP_NUM_TASKS={environ.get('SLURM_STEP_NUM_TASKS', '')!r}"
+            "): start it with srun, or set NUM_PROCESSES=1 to train with this process alone"
         )
 
 

@@ -43,6 +43,7 @@ def without(environ, *names):
         (OPEN_MPI | HNP_IPV6, Start("Open MPI", "[fe80::b9b]:61441", 8, 5, 1, 4)),
         (OPEN_MPI | dict(COORDINATOR_ADDRESS="a:1"), Start("Open MPI", "a:1", 8, 5, 1, 4)),
         (SLURM, Start("SLURM", "node007:61443", 16, 9, 1, 4)),
+        (SLURM | dict(SLURM_STEP_NUM_TASKS="16"), Start("SLURM", "node007:61443", 16, 9, 1, 4)),
         (SLURM | dict(SLURM_NODEID="4", JAX_COORDINATOR_PORT="77"), Start("SLURM", "node007:77", 16, 9, 1, 2)),
         (OPEN_MPI | SLURM, Start("Open MPI", "10.96.0.1:62624", 8, 5, 1, 4)),
         # srun --mpi=pmi2 repeats its numbers; mpiexec inside a job has daemons started by srun.
@@ -83,7 +84,8 @@ def test_incomplete_plain_variables_are_named(missing):
         (SLURM | PLAIN, "NUM_PROCESSES=4, but SLURM started 16"),
         (SLURM | dict(NUM_PROCESSES="1"), "NUM_PROCESSES=1, but SLURM started 16"),
         (SLURM | dict(SLURM_STEP_TASKS_PER_NODE="4x3"), "SLURM_STEP_TASKS_PER_NODE='4x3'"),
-        (dict(SLURM_NTASKS="4"), "SLURM_NTASKS=4, but SLURM_STEP_NODELIST isn't set.*start it with srun"),
+        (dict(SLURM_NTASKS="4"), "SLURM_NTASKS=4, but srun hasn't started this process .*start it with srun"),
+        (SLURM | dict(SLURM_STEP_NUM_TASKS="1"), "SLURM_NTASKS=16, but srun hasn't started .*SLURM_STEP_NUM_TASKS='1'"),
         (dict(SLURM_NTASKS="4", SLURM_PROCID="0"), "set NUM_PROCESSES=1 to train with this process alone"),
         (OPEN_MPI | dict(OMPI_COMM_WORLD_RANK="x"), "OMPI_COMM_WORLD_RANK='x'"),
         (without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"), "Open MPI 5.*; set COORDINATOR_ADDRESS=HOST:PORT on all 8 processes"),
@@ -123,7 +125,8 @@ ALL = None
         (1, 2, 8, {}, (4, 5, 6, 7)),
         (1, 2, 8, dict(SLURM_GPUS_ON_NODE="8", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"), (4, 5, 6, 7)),
         (1, 2, 4, dict(SLURM_GPUS_ON_NODE="8", CUDA_VISIBLE_DEVICES="0,1,2,3"), ALL),  # bound to four of eight
-        (1, 2, 4, dict(SLURM_GPUS_PER_TASK="4"), ALL),
+        (1, 2, 4, dict(SLURM_GPUS_PER_TASK="h100:4"), ALL),
+        (3, 8, 8, dict(SLURM_GPUS_PER_TASK="1", SLURM_GPUS_ON_NODE="8"), (3,)),  # asked for, but not bound
         (3, 8, 8, dict(LOCAL_DEVICE_IDS="1,0"), (1, 0)),
         (None, None, 8, dict(JAX_LOCAL_DEVICE_IDS="7"), (7,)),
     ],
