@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             start = distributed.initialise()
-        except ValueError as error:  # variables of the launcher that don't fit
+        except ValueError as error:  # variables, processes or GPUs that don't make up a run
             return fail(error)
         from moex import trainer
 

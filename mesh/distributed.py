@@ -1,98 +1,124 @@
 """Start-up of `jax.distributed`: always, also for one process, since saving on preemption hangs on it.
 
-Recognised, first match wins: plain variables (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID), Open MPI, SLURM.
-Without any of them the process is alone.
+`mesh.launchers` says which process this is and which GPUs it drives, `mesh.roll_call` brings all processes together and
+checks them; then JAX starts, and the devices it found are checked once more and shown as one table.
 """
 
 import os
 import socket
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import jax
 
+from mesh.gpus import num_installed, visible_gpus
+from mesh.launchers import Peer, Start, detect, local_device_ids
+from mesh.roll_call import StartError, check_equal, roll_call
 
-class Start(NamedTuple):
-    """How this process joins: the launcher it was recognised by, address of process 0 (None: found by JAX), its place."""
+__all__ = ["Start", "StartError", "check_devices", "describe", "detect", "initialise"]
 
-    launcher: str
-    coordinator: str | None
-    num_processes: int
-    process_id: int
-
-
-def detect(environ: Mapping[str, str] = os.environ) -> Start:
-    """Reads the launcher's variables.  Raises ValueError that names the variable when they are incomplete or wrong."""
-    plain = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
-    given = [name for name in plain if name in environ]
-    if given:
-        if missing := [name for name in plain if name not in environ]:
-            raise ValueError(f"{given} set but {missing} missing: set all of {plain}, or none for one process")
-        return _checked(Start("environment", environ[plain[0]], _int(environ, plain[1]), _int(environ, plain[2])))
-    for launcher, size, rank in (
-        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-        ("SLURM", "SLURM_NTASKS", "SLURM_PROCID"),
-    ):
-        if size in environ and rank in environ and _int(environ, size) > 1:
-            return _checked(Start(launcher, None, _int(environ, size), _int(environ, rank)))
-    return Start("one process", None, 1, 0)
+TIMEOUT_S = 120.0
+"""How long to wait for the other processes where COORDINATOR_TIMEOUT_S doesn't say."""
 
 
-def initialise(start: Start | None = None, *, timeout_s: int = 120) -> Start:
+def initialise(start: Start | None = None, environ: Mapping[str, str] = os.environ) -> Start:
     """Initialises `jax.distributed` once, before the first use of a device; a second call changes nothing.
 
-    Raises RuntimeError that names the coordinator when it cannot be reached within `timeout_s` seconds.
+    Raises ValueError when the launcher's variables don't fit, and StartError, on all processes, when not all of them come
+    within COORDINATOR_TIMEOUT_S seconds, or hosts, GPUs and counts don't make up a mesh. Nothing has been compiled then.
     """
-    start = start or detect()
+    start = start or detect(environ)
     if jax.distributed.is_initialized():
         return start
+    gpus, timeout_s = visible_gpus(environ), _timeout_s(environ)
+    ids = local_device_ids(start, len(gpus), environ)
     # Without GPUs several processes need gloo; one alone sums the same bits as it would without jax.distributed.
     jax.config.update("jax_cpu_collectives_implementation", "gloo" if start.num_processes > 1 else None)
     if start.num_processes == 1:
         start = start._replace(coordinator=f"127.0.0.1:{_free_port()}")
-    try:
-        jax.distributed.initialize(
-            coordinator_address=start.coordinator,
-            num_processes=start.num_processes,
-            process_id=start.process_id,
-            local_device_ids=_local_device_ids(),
-            initialization_timeout=timeout_s,
+    else:
+        start = start._replace(peers=roll_call(start, _report(start, gpus, ids, environ), timeout_s))
+    jax.distributed.initialize(
+        coordinator_address=start.coordinator,
+        num_processes=start.num_processes,
+        process_id=start.process_id,
+        local_device_ids=ids,
+        initialization_timeout=max(int(timeout_s), 10),  # all are there: this is the time of JAX's own start
+        cluster_detection_method="deactivate",  # JAX would choose other GPUs where `ids` is None
+    )
+    check_devices(start, jax.devices())
+    return start
+
+
+def check_devices(start: Start, devices: Sequence[jax.Device]) -> None:
+    """Raises StartError unless the devices come from as many processes as were started, each with the same number."""
+    counts = {i: sum(d.process_index == i for d in devices) for i in sorted({d.process_index for d in devices})}
+    if len(counts) != start.num_processes:
+        raise StartError(
+            f"{start.launcher} started {start.num_processes} processes, but the {len(devices)} devices belong to "
+            f"{len(counts)}: each process must see a device of the same platform (JAX_PLATFORMS, CUDA_VISIBLE_DEVICES)"
         )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"process {start.process_id} of {start.num_processes} ({start.launcher}) could not join the coordinator at "
-            f"{start.coordinator or 'the address JAX derived'} within {timeout_s} s: {error}"
-        ) from error
-    return start
+    hosts = _hosts(start)
+    check_equal({i: (hosts.get(i, "its host"), n) for i, n in counts.items()}, f"{devices[0].platform} devices")
 
 
-def describe(start: Start) -> str:
-    """One line: process, launcher, host and the devices this process drives."""
-    local = [f"{d.device_kind}:{d.id}" for d in jax.local_devices()]
-    place = f"process {jax.process_index()}/{jax.process_count()} ({start.launcher}) on {socket.gethostname()}"
-    return f"{place}: {', '.join(local)}"
+def describe(start: Start) -> list[tuple[str, str]]:
+    """(name, text) lines for a person: the processes, and for each its host and the devices it drives."""
+    hosts, by_id, devices = _hosts(start), {peer.process_id: peer for peer in start.peers}, jax.devices()
+    lines = [("processes", f"{jax.process_count()} ({start.launcher}); {len(devices)} devices")]
+    if start.num_processes > 1:
+        lines[0] = (lines[0][0], f"{lines[0][1]}; process 0 at {start.coordinator}")
+    for process in range(jax.process_count()):
+        own = [d for d in devices if d.process_index == process]
+        kinds = " + ".join(sorted({d.device_kind for d in own}))
+        text = f"{hosts.get(process, '?')}: {len(own)} x {kinds}, devices {_ranges([d.id for d in own])}"
+        peer = by_id.get(process)
+        if peer and peer.gpus:
+            text += f"; GPUs {_ranges(peer.local_ids)} of {peer.num_visible} visible"
+        lines.append((f"process {process}", text))
+    return lines
 
 
-def _checked(start: Start) -> Start:
-    if not 0 <= start.process_id < start.num_processes:
-        raise ValueError(f"{start.launcher}: process {start.process_id} of {start.num_processes} processes")
-    return start
+def _report(start: Start, gpus: Sequence[str], ids: Sequence[int] | None, environ: Mapping[str, str]) -> Peer:
+    ids = tuple(range(len(gpus))) if ids is None else tuple(ids)
+    return Peer(
+        start.process_id,
+        start.num_processes,
+        socket.gethostname(),
+        gpus=tuple(gpus[i] for i in ids) if gpus else (),
+        local_ids=ids,
+        num_visible=len(gpus),
+        num_installed=num_installed() if gpus else 0,
+        chosen=bool(environ.get("LOCAL_DEVICE_IDS") or environ.get("JAX_LOCAL_DEVICE_IDS")),
+    )
 
 
-def _int(environ: Mapping[str, str], name: str) -> int:
+def _hosts(start: Start) -> dict[int, str]:
+    return {peer.process_id: peer.host for peer in start.peers} or {jax.process_index(): socket.gethostname()}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3,8 for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
+
+
+def _timeout_s(environ: Mapping[str, str]) -> float:
+    text = environ.get("COORDINATOR_TIMEOUT_S", "")
     try:
-        return int(environ[name])
+        seconds = float(text or TIMEOUT_S)
     except ValueError:
-        raise ValueError(f"{name}={environ[name]!r} must be a whole number") from None
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"COORDINATOR_TIMEOUT_S={text!r} must be a number of seconds above 0")
+    return seconds
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _local_device_ids() -> list[int] | None:
-    """GPUs named in CUDA_VISIBLE_DEVICES by position; None leaves the choice of all visible ones to JAX."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return list(range(len(visible.split(",")))) if visible else None

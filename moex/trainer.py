@@ -41,15 +41,16 @@ def run(config: RunConfig, start: Start) -> int:
     Returns the process's exit code.  Raises ConfigError before anything is compiled when configuration, devices, data or
     an existing run folder don't fit.
     """
+    if jax.process_index() == 0:  # before the mesh: when that doesn't fit the devices, here they are
+        _print_table(describe(start))
     fold = resolve_fold(config.parallel, jax.device_count())
     check_on(config, fold, jax.default_backend())
     data, folder = startup.load_data(config), Path(config.run_folder)
     startup.check_existing(folder, config, data)
     program = build(config, fold)
     derived = startup.derive(program, data)
-    print(describe(start))
     if jax.process_index() == 0:
-        print("\n".join(f"{name:>16}  {text}" for name, text in startup.table(config, derived)), flush=True)
+        _print_table(startup.table(config, derived))
         startup.write_inputs(folder, config, derived)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint))
@@ -66,6 +67,10 @@ def run(config: RunConfig, start: Start) -> int:
     if jax.process_index() == 0 and code == EXIT_DONE:
         print(f"{'run folder':>16}  {folder}\n{'report':>16}  {write_report(folder)}")
     return code
+
+
+def _print_table(lines: list[tuple[str, str]]) -> None:
+    print("\n".join(f"{name:>16}  {text}" for name, text in lines), flush=True)
 
 
 class _Silent:

@@ -1,10 +1,12 @@
-"""Two processes on loopback train like one, and each continues what the other saved."""
+"""Two processes on loopback train like one, continue what the other saved, and say what keeps them from starting."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,31 +20,37 @@ SMALL = [
 ]  # fmt: skip
 
 
-def launch(folder: Path, num_processes: int, *overrides: str) -> None:
-    """Runs train.py in one or two processes, eight devices in all; fails with their output when one does."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = []
-    for process in range(num_processes):
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // num_processes}",
-        }
-        if num_processes > 1:
-            environment |= {
-                "COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                "NUM_PROCESSES": str(num_processes),
-                "PROCESS_ID": str(process),
-            }
-        command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--folder", str(folder), *overrides]
-        running.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
+        return probe.getsockname()[1]
+
+
+def begin(folder: Path, num_devices: int, *overrides: str, **variables: str) -> subprocess.Popen:
+    """Starts train.py on `num_devices` CPU devices, with variables as a launcher sets them."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *SMALL, "--folder", str(folder), *overrides],
+        cwd=ROOT, env=environment | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def place(port: int, num_processes: int, process: int) -> dict[str, str]:
+    names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    return dict(zip(names, (f"127.0.0.1:{port}", str(num_processes), str(process)), strict=True))
+
+
+def launch(folder: Path, num_processes: int, *overrides: str) -> list[str]:
+    """Runs train.py in one or two processes, eight devices in all; fails with their output when one does."""
+    port = free_port()
+    places = [place(port, num_processes, i) if num_processes > 1 else {} for i in range(num_processes)]
+    running = [begin(folder, 8 // num_processes, *overrides, **variables) for variables in places]
     outputs = [process.communicate(timeout=240)[0] for process in running]
     assert [process.returncode for process in running] == [0] * num_processes, "\n".join(outputs)
+    return outputs
 
 
 def steps(folder: Path) -> list[dict]:
@@ -55,7 +63,9 @@ def steps(folder: Path) -> list[dict]:
 def test_two_processes_equal_one_and_continue_each_other(tmp_path):
     one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
     launch(one, 1)
-    launch(two, 2)
+    outputs = launch(two, 2)
+    for i in range(2):  # the table of all processes, on the first one only
+        assert f"process {i}  {socket.gethostname()}: 4 x cpu" in outputs[0] and f"process {i} " not in outputs[1]
     first, second = steps(one), steps(two)
     assert len(first) == len(second) == 4
     for a, b in zip(first, second, strict=True):
@@ -71,3 +81,31 @@ def test_two_processes_equal_one_and_continue_each_other(tmp_path):
     for a, b in zip(steps(mixed), steps(straight), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["expert_counts"] == b["expert_counts"]
+
+
+@pytest.mark.slow
+def test_unreachable_process_0_ends_the_others_within_the_limit(tmp_path):
+    port, began = free_port(), time.monotonic()
+    lonely = begin(tmp_path, 1, COORDINATOR_TIMEOUT_S="1", **place(port, 2, 1))
+    output = lonely.communicate(timeout=60)[0]
+    assert lonely.returncode == 2, output
+    assert f"could not reach process 0 at 127.0.0.1:{port} within 1 s" in output and "Traceback" not in output
+    assert time.monotonic() - began < 40  # nearly all of it imports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "devices, counts, message",
+    [
+        ((1, 1), (2, 3), "was told of 3 processes, process 0 on .* of 2: set NUM_PROCESSES alike on all"),
+        ((2, 1), (2, 2), "process 0 on .* has 2 cpu devices, process 1 on .* has 1: a mesh needs as many on each"),
+    ],
+)
+def test_wrong_counts_end_both_processes_before_anything_is_compiled(tmp_path, devices, counts, message):
+    port = free_port()
+    running = [begin(tmp_path / "run", devices[i], **place(port, counts[i], i)) for i in range(2)]
+    for process in running:
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode == 2, output
+        assert re.search(message, output) and "Traceback" not in output
+    assert not (tmp_path / "run").exists()
