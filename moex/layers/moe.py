@@ -172,7 +172,7 @@ class MoE(nnx.Module):
         )
         if training and config.selection == "quantile":
             by_row = lambda x: x.reshape(*segments_BS.shape, *x.shape[1:])
-            bias_E = jnp.float32(0) if steering.bias_E is None else steering.bias_E
+            bias_E = stats.offsets_E if steering.bias_E is None else steering.bias_E
             stats = stats._replace(
                 offsets_E=balance.quantile_offsets(
                     by_row(logits_TE), bias_E, by_row(real_T), config, axes=row, row_axes=fold.dense.dp

@@ -135,7 +135,7 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
     nll, stats = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
     lm_loss = nll / total_tokens
     if stats is None:
-        return lm_loss, _no_sums(router.num_experts)._replace(lm_loss=lm_loss)
+        return lm_loss, no_sums((0, router.num_experts))._replace(lm_loss=lm_loss)
     share = 1 / config.train.accumulation
     terms = dict(
         balance=(router.aux_coefficient, stats.balance_loss),
@@ -157,9 +157,9 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
     )
 
 
-def _no_sums(num_experts: int) -> Sums:
-    """Of a model without MoE layers."""
-    none, counts = jnp.float32(0), jnp.zeros((0, num_experts), jnp.int32)
+def no_sums(shape_LE: tuple[int, int]) -> Sums:
+    """`Sums` of nothing: zeros."""
+    none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
     zeros = dict.fromkeys(("overflow", "dropped", "not_finite"), jnp.int32(0))
     return Sums(none, none, none, none, none, counts, counts, offsets_LE=counts.astype(jnp.float32), **zeros)
 
