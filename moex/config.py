@@ -15,24 +15,53 @@ class RouterConfig:
     """Routed experts of a layer (E)."""
     top_k: int = 2
     """Experts a token is sent to (k)."""
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts: softmax over all experts, or each expert's own sigmoid."""
+    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """Scores of the experts: softmax over all experts, or each expert's own sigmoid or sqrt(softplus)."""
     renormalize: bool = True
     """Scale the chosen scores to sum 1. softmax with it is Megatron's post-softmax, without it pre-softmax."""
     scaling_factor: float = 1.0
-    """Factor on the weights, after renormalising (DeepSeek-V3: 2.5)."""
+    """Factor on the weights, once, after renormalising (DeepSeek-V3: 2.5)."""
     num_groups: int = 1
     """Experts stand in this many equal groups; 1 leaves groups out."""
     top_groups: int = 1
     """Groups a token may choose from."""
     group_score_top: int = 2
     """A group's score is the sum of its best this many biased scores (DeepSeek-V3: 2; 1 is the maximum, DeepSeek-V2)."""
+    selection: Literal["top_k", "sinkhorn", "quantile"] = "top_k"
+    """How experts are picked: the k highest biased scores; in training those of a matrix that Sinkhorn's iteration made
+    even; or the k highest of logits from which each expert's own quantile was taken (quantile balancing)."""
     aux_coefficient: float = 0.01
-    """Weight of the micro-batch balance loss; 0 leaves it out."""
+    """Weight of the balance loss of a micro-batch; 0 leaves it out."""
+    sequence_coefficient: float = 0.0
+    """Weight of the balance loss of each document by itself; 0 leaves it out."""
+    global_coefficient: float = 0.0
+    """Weight of the balance loss with the choices of the step's earlier micro-batches counted in; 0 leaves it out."""
     z_coefficient: float = 0.0
     """Weight of the z-loss on router logits; 0 leaves it out."""
     bias_rate: float = 0.0
-    """Step of the balancing bias once a training step; 0 leaves the bias out (DeepSeek-V3: 1e-3)."""
+    """Step of the balancing bias once a training step (DeepSeek-V3: 1e-3); 0 leaves the bias as it is."""
+    bias_centred: bool = False
+    """Take the mean over experts off the bias after each update; choices don't change by it."""
+    quantile_decay: float = 0.9
+    """quantile: share of the old thresholds in the new ones, each step."""
+    capacity_factor: float = 0.0
+    """Rows of a sequence that an expert takes in training, in units of balanced routing; the rest are dropped. 0 drops
+    none."""
+    capacity_policy: Literal["probability", "position"] = "probability"
+    """Which rows are kept: the highest weights, or the first of the sequence."""
+    pad_to_capacity: bool = False
+    """Give every expert exactly its capacity, with empty rows where tokens lack: all sizes are static."""
+    jitter: float = 0.0
+    """Router inputs are multiplied by a random number between 1 minus and 1 plus this in training."""
+    forced: Literal["", "balance", "skew"] = ""
+    """For benchmarks: random logits in training in place of the router's, balanced, or the same experts hot everywhere."""
+    forced_skew: float = 1.0
+    """skew: standard deviation over experts of what is added to the random logits."""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether training draws random numbers for routing."""
+        return self.jitter > 0 or self.forced != ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,17 @@ def collect() -> dict[str, Any]:
         context_parallelism=_choices(ParallelConfig, "context"),
         routers=dict(
             score_functions=_choices(RouterConfig, "score_function"),
+            selections=_choices(RouterConfig, "selection"),
+            capacity_policies=_choices(RouterConfig, "capacity_policy"),
             balancing=dict(
                 aux_coefficient="balance loss of a micro-batch",
+                sequence_coefficient="balance loss of each document by itself",
+                global_coefficient="balance loss over the step's micro-batches so far",
                 z_coefficient="z-loss on the logits",
                 bias_rate="bias of the choice, without a loss",
                 num_groups="choice within the best top_groups groups",
+                capacity_factor="dropping beyond a capacity",
+                forced="random logits, for benchmarks",
             ),
         ),
         transports={name: unavailable(name, backend) for name in TRANSPORTS},

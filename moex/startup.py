@@ -13,7 +13,7 @@ import jax
 
 from mesh.topology import peak_flops
 from moex.cli import dump, load
-from moex.config import RunConfig
+from moex.config import RouterConfig, RunConfig
 from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
@@ -83,15 +83,11 @@ def derive(program: Program, data: Data) -> dict[str, Any]:
 def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, text) lines for a person: what will be trained, on what, how long, with which rules."""
     d, model, router, opt = derived, config.model, config.model.router, config.optimizer
-    rules = [f"{router.score_function}, top {router.top_k} of {router.num_experts}"]
-    rules += [f"groups {router.top_groups} of {router.num_groups}"] if router.num_groups > 1 else []
-    rules += [f"balance loss x {router.aux_coefficient:g}" if router.aux_coefficient else "balance loss off"]
-    rules += [f"z-loss x {router.z_coefficient:g}" if router.z_coefficient else "z-loss off"]
-    rules += [f"bias rate {router.bias_rate:g}" if router.bias_rate else "bias off"]
     layers = f"{model.num_layers} layers ({model.num_dense_layers} dense), width {model.d_model}"
     lines = [
         ("model", f"{layers}; {d['parameters'] / 1e6:,.2f}M parameters, {d['active_parameters'] / 1e6:,.2f}M a token"),
-        ("router", "; ".join(rules)),
+        ("router", routing_rules(router)),
+        ("balance", balance_rules(router)),
         ("compute", f"{config.precision.compute_dtype}; recompute {', '.join(config.memory.recompute) or 'nothing'}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}; transport {config.parallel.transport}"),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
@@ -114,6 +110,44 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ),
     ]
     return lines if opt.name == "adamw" else [line for line in lines if line[0]]
+
+
+def routing_rules(router: RouterConfig) -> str:
+    """How experts are chosen and weighed, with every number in effect."""
+    rules = [f"{router.score_function}, top {router.top_k} of {router.num_experts}"]
+    if router.num_groups > 1:
+        best = f"sum of best {router.group_score_top}" if router.group_score_top > 1 else "maximum"
+        rules += [f"within the best {router.top_groups} of {router.num_groups} groups by {best}"]
+    if router.selection != "top_k":
+        decay = f", decay {router.quantile_decay:g}" if router.selection == "quantile" else ""
+        rules += [f"selection {router.selection}{decay}"]
+    rules += [f"weights {'scaled to sum 1' if router.renormalize else 'as scored'}, x {router.scaling_factor:g}"]
+    rules += [f"jitter {router.jitter:g}"] if router.jitter else []
+    if router.forced:
+        skew = f" {router.forced_skew:g}" if router.forced == "skew" else ""
+        rules += [f"FORCED {router.forced}{skew}: random logits, for benchmarks only"]
+    return "; ".join(rules)
+
+
+def balance_rules(router: RouterConfig) -> str:
+    """What keeps experts evenly used, with every coefficient in effect; what is off is said to be off."""
+    losses = dict(
+        balance=router.aux_coefficient, sequence=router.sequence_coefficient, z=router.z_coefficient,
+        **{"global-batch": router.global_coefficient},
+    )  # fmt: skip
+    on = [f"{name} loss x {value:g}" for name, value in losses.items() if value]
+    off = [name for name, value in losses.items() if not value]
+    rules = on + ([f"{', '.join(off)} loss off"] if off else [])
+    centred = ", centred" if router.bias_centred else ""
+    rules += [f"bias rate {router.bias_rate:g}{centred}" if router.bias_rate else "bias not moved"]
+    if router.selection == "quantile":
+        rules[-1] = "bias by quantiles"
+    if router.capacity_factor:
+        padded = ", padded" if router.pad_to_capacity else ""
+        rules += [f"DROPS beyond {router.capacity_factor:g} x balanced rows by {router.capacity_policy}{padded}"]
+    else:
+        rules += ["drops nothing"]
+    return "; ".join(rules)
 
 
 def environment() -> dict[str, Any]:

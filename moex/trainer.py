@@ -164,7 +164,7 @@ class _Loop:
         record = {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | dict(
             tokens_per_s=rate, model_tflops=rate * flops / devices / 1e12,
             mfu=mfu(flops, rate, devices, self.derived["peak_flops"]),
-            dropped=0, step_s=seconds, time=time.time(), **extra,
+            step_s=seconds, time=time.time(), **extra,
         )  # fmt: skip
         self.log.step(record)
         self.progress.update(record)

@@ -1,7 +1,7 @@
 """Checks of a whole configuration before anything is compiled: each problem names field, numbers and remedy."""
 
 from mesh import Fold, fold
-from moex.config import ParallelConfig, RunConfig
+from moex.config import ParallelConfig, RouterConfig, RunConfig
 from moex.dispatch import unavailable
 from moex.layers.router import check_router
 
@@ -135,8 +135,11 @@ def _model_problems(config: RunConfig) -> list[str]:
     problems += _not_above_zero("model.router", scaling_factor=router.scaling_factor)
     problems += _negative(
         "model.router",
-        aux_coefficient=router.aux_coefficient, z_coefficient=router.z_coefficient, bias_rate=router.bias_rate,
+        aux_coefficient=router.aux_coefficient, sequence_coefficient=router.sequence_coefficient,
+        global_coefficient=router.global_coefficient, z_coefficient=router.z_coefficient, bias_rate=router.bias_rate,
+        capacity_factor=router.capacity_factor, forced_skew=router.forced_skew,
     )  # fmt: skip
+    problems += _router_problems(router)
     if router.renormalize and router.top_k == 1 and router.score_function == "softmax" and model.num_moe_layers:
         problems.append(
             "model.router: top_k=1 with softmax and renormalize gives every token the weight 1, so the router learns "
@@ -144,6 +147,35 @@ def _model_problems(config: RunConfig) -> list[str]:
         )
     if model.num_moe_layers == 0 and model.shared_width:
         problems.append(f"model.shared_width={model.shared_width} has no effect without MoE layers; set it to 0")
+    return problems
+
+
+def _router_problems(router: RouterConfig) -> list[str]:
+    """Settings of routing that contradict each other or have no effect."""
+    problems, path = [], "model.router"
+    if not 0 <= router.jitter < 1:
+        problems.append(f"{path}.jitter={router.jitter} must be at least 0 and below 1: inputs are scaled by 1 -+ it")
+    if not 0 <= router.quantile_decay < 1:
+        problems.append(f"{path}.quantile_decay={router.quantile_decay} must be at least 0 and below 1")
+    losses = dict(
+        aux_coefficient=router.aux_coefficient, sequence_coefficient=router.sequence_coefficient,
+        global_coefficient=router.global_coefficient,
+    )  # fmt: skip
+    if router.selection != "top_k" and (on := [name for name, value in losses.items() if value]):
+        problems.append(
+            f"{path}.selection={router.selection} balances by itself, but {on} are above 0: set them to 0, or selection "
+            "to top_k"
+        )
+    if router.selection != "top_k" and router.bias_rate:
+        problems.append(
+            f"{path}.bias_rate={router.bias_rate} has no effect with selection={router.selection}: set it to 0"
+        )
+    if router.bias_centred and not router.bias_rate:
+        problems.append(f"{path}.bias_centred has no effect with bias_rate=0")
+    if router.pad_to_capacity and not router.capacity_factor:
+        problems.append(f"{path}.pad_to_capacity needs a capacity: set capacity_factor above 0")
+    if router.forced and router.jitter:
+        problems.append(f"{path}.jitter={router.jitter} has no effect on forced={router.forced} logits: set it to 0")
     return problems
 
 

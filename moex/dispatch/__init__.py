@@ -9,7 +9,7 @@ from types import ModuleType
 from mesh import collectives
 from mesh.fold import Fold
 from moex.dispatch import allgather, alltoall, local, ragged
-from moex.dispatch.budget import Budget, budget, worst_case
+from moex.dispatch.budget import Budget, budget, within_capacity, worst_case
 from moex.dispatch.plan import Plan
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "send",
     "send_pairs",
     "unavailable",
+    "within_capacity",
     "worst_case",
 ]
 
@@ -37,11 +38,12 @@ def unavailable(transport: str, platform: str) -> str:
 
 def plan(
     transport: str, experts_Tk, num_experts: int, fold: Fold, *,
-    cell_factor: float = 0.0, row_factor: float = 0.0, align: int = 1,
+    cell_factor: float = 0.0, row_factor: float = 0.0, align: int = 1, capacity: int = 0, pad: bool = False,
 ) -> Plan:  # fmt: skip
     """Plans one dispatch: chosen experts of this device's tokens (int32 [T, k]) -> index maps.
 
-    cell_factor, row_factor, align: see `moex.dispatch.budget.budget`.
+    cell_factor, row_factor, align: see `moex.dispatch.budget.budget`.  capacity: most rows that an expert gets from the
+    rows of a batch that one data-parallel rank has; 0 when there is no such limit.  pad: give it that many always.
     """
     ep, etp = fold.expert.ep, fold.expert.etp
     experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
@@ -49,6 +51,11 @@ def plan(
     sizes = budget(
         num_tokens, top_k, ranks, num_experts // ranks, cell_factor=cell_factor, row_factor=row_factor, align=align
     )
+    if capacity:
+        # Ranks of the context and tensor axes hold parts of the same rows, which have one capacity together.
+        row_sets = lambda axes: fold.size(tuple(a for a in axes if a in fold.dense.dp))
+        cell, whole = capacity * row_sets(etp), capacity * row_sets(ep + etp)
+        sizes = within_capacity(sizes, num_experts // ranks, cell, whole, pad=pad)
     return TRANSPORTS[transport].plan(experts_Tk, num_experts, sizes, ep)
 
 

@@ -10,11 +10,14 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """cell_rows: of each cell of an all-to-all.  rows: of the expert-sorted buffer.  align: of its experts' starts."""
+    """cell_rows: of each cell of an all-to-all.  rows: of the expert-sorted buffer.  align: of its experts' starts.
+    expert_rows: every expert stands in exactly this many rows, a multiple of `align`; 0 gives each what it needs.
+    """
 
     cell_rows: int
     rows: int
     align: int
+    expert_rows: int = 0
 
 
 def worst_case(num_tokens: int, top_k: int, num_ranks: int, num_local: int, align: int = 1) -> Budget:
@@ -43,6 +46,20 @@ def budget(
     cell_rows = math.ceil(pairs * cell_factor / num_ranks) if cell_factor else worst.cell_rows
     rows = _aligned(math.ceil(pairs * row_factor), num_local, align) if row_factor else worst.rows
     return Budget(cell_rows=min(cell_rows, worst.cell_rows), rows=min(rows, worst.rows), align=align)
+
+
+def within_capacity(budget: Budget, num_local: int, cell_capacity: int, capacity: int, *, pad: bool) -> Budget:
+    """The same where no expert gets more than `capacity` rows, and not more than `cell_capacity` through one cell.
+
+    pad: every expert gets exactly `capacity` rows, rounded up to the alignment, empty ones among them.
+    """
+    expert_rows = -(-capacity // budget.align) * budget.align
+    return dataclasses.replace(
+        budget,
+        cell_rows=min(budget.cell_rows, num_local * cell_capacity),
+        rows=num_local * expert_rows if pad else min(budget.rows, num_local * expert_rows),
+        expert_rows=expert_rows if pad else 0,
+    )
 
 
 def _aligned(rows: int, num_local: int, align: int) -> int:

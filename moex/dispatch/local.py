@@ -23,13 +23,14 @@ def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes = ()) -> Rows:
     order_P = jnp.argsort(expert_P, stable=True).astype(jnp.int32)
     zeros = vary(jnp.zeros((num_experts + 1,), jnp.int32), varying(expert_P))
     counts_e = zeros.at[expert_P].add(1)[:num_experts]
-    sizes_e = -(-counts_e // align) * align
+    sizes_e = jnp.full_like(counts_e, budget.expert_rows) if budget.expert_rows else -(-counts_e // align) * align
     sorted_P = expert_P[order_P]
     first_row_e, first_pair_e = jnp.cumsum(sizes_e) - sizes_e, jnp.cumsum(counts_e) - counts_e
     known_P = jnp.minimum(sorted_P, num_experts - 1)
-    row_P = first_row_e[known_P] + jnp.arange(pairs, dtype=jnp.int32) - first_pair_e[known_P]
+    place_P = jnp.arange(pairs, dtype=jnp.int32) - first_pair_e[known_P]
+    row_P = first_row_e[known_P] + place_P
     wanted_P = sorted_P < num_experts
-    fits_P = wanted_P & (row_P < rows)
+    fits_P = wanted_P & (row_P < rows) & (place_P < sizes_e[known_P])
     empty = vary(jnp.full((rows,), -1, jnp.int32), varying(expert_P))
     pair_of_row_R = empty.at[jnp.where(fits_P, row_P, rows)].set(order_P, mode="drop", unique_indices=True)
     return Rows(

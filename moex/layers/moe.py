@@ -1,6 +1,6 @@
 """The Mixture-of-Experts block: route, dispatch, experts, combine, and a shared expert beside them.
 
-B rows of this device, S its part of a sequence (over cp and tp), T = B S tokens, D model width, E experts.
+B rows of this device, S its part of a sequence (over cp and tp), T = B S tokens, D model width, E experts, k a token.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,48 @@ from flax import nnx
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex import dispatch
-from moex.config import ModelConfig, ParallelConfig
+from moex import balance, dispatch
+from moex.config import ModelConfig, ParallelConfig, RouterConfig
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
-from moex.layers.router import Router, balance_loss, route, z_loss
+from moex.layers.router import Router, Routing, route
+from moex.layers.tokens import own_part
+
+
+class Steering(NamedTuple):
+    """What a layer's routing depends on beside its tokens; each may be None. In a decoder all have a leading dim L.
+
+    bias_E: float32, on the choice.  seen_E: int32 plain choices of the step's earlier micro-batches, for the global-batch
+    loss.  key: of this micro-batch's and layer's random numbers.  replay_BSk: recorded choices to use, equal over tp
+    (this device's context-parallel part).
+    """
+
+    bias_E: jax.Array | None = None
+    seen_E: jax.Array | None = None
+    key: jax.Array | None = None
+    replay_BSk: jax.Array | None = None
 
 
 class MoEStats(NamedTuple):
-    """Of one layer and micro-batch, equal on all devices: losses without coefficient (float32), counts (int32)."""
+    """Of one layer and micro-batch, equal on all devices: losses without coefficient (float32), the rest int32 counts.
+
+    sequence_loss, global_loss: 0 where their coefficient is.  counts_E: tokens that chose each expert, dropped or not.
+    plain_E: choices without bias and groups, as balance losses count them.  dropped: (token, choice) pairs beyond a
+    capacity.  not_finite: real tokens with a router logit that isn't finite.  offsets_E: thresholds of quantile balancing,
+    float32; 0 without it.  experts_BSk: choices of this device's tokens, or None where they weren't asked for.
+    """
 
     balance_loss: jax.Array
+    sequence_loss: jax.Array
+    global_loss: jax.Array
     z_loss: jax.Array
     counts_E: jax.Array
+    plain_E: jax.Array
     overflow: jax.Array
+    dropped: jax.Array
+    not_finite: jax.Array
+    offsets_E: jax.Array
+    experts_BSk: jax.Array | None = None
 
 
 class MoE(nnx.Module):
@@ -38,29 +66,128 @@ class MoE(nnx.Module):
         if config.shared_width:
             self.shared = MLP(config.d_model, config.shared_width)
 
-    def __call__(self, x_BSD, bias_E, real_BS, fold: Fold, *, checkpoint_experts=lambda f: f):
-        """bias_E: float32 or None.  real_BS: False for padding, which no expert computes.
+    def __call__(
+        self, x_BSD, steering, segments_BS, fold: Fold, *,
+        index_BS=None, training: bool = False, record: bool = False, checkpoint_experts=lambda f: f,
+    ):  # fmt: skip
+        """Runs the block on this device's tokens.
 
-        checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
+        Args:
+          steering: a `Steering`, or only its bias_E, or None.
+          segments_BS: document of each token, 0 for padding, which no expert computes; or bool, True for real tokens.
+          index_BS: place of each token in its row; its place in the array otherwise.
+          training: dropping, noise, Sinkhorn's selection and loss statistics that only training needs.
+          record: return the choices too.
+          checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
         """
         config, transport, axes = self.router_config, self.transport, fold.dense.tokens
-        x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), real_BS.reshape(-1)
+        steering = steering if isinstance(steering, Steering) else Steering(steering)
+        if index_BS is None:
+            index_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
+        x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), segments_BS.reshape(-1) > 0
         with jax.named_scope("router"):
-            logits_TE = self.router(x_TD)
-            routing = route(logits_TE, bias_E, config, mask_T=real_T)
-            balance, z = balance_loss(logits_TE, real_T, config, axes=axes), z_loss(logits_TE, real_T, axes=axes)
-        with jax.named_scope("dispatch"):
+            logits_TE, routing = self._route(x_TD, real_T, steering, index_BS, fold, training)
             wanted_Tk = jnp.where(real_T[:, None], routing.experts_Tk, config.num_experts)
-            plan = dispatch.plan(transport, wanted_Tk, config.num_experts, fold, **self.factors)
+            weights_Tk = routing.weights_Tk
+            if dropping := training and config.capacity_factor > 0:
+                wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)
+            stats = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
+        with jax.named_scope("dispatch"):
+            capacity = self._capacity(x_BSD.shape, fold) if dropping else 0
+            plan = dispatch.plan(
+                transport, wanted_Tk, config.num_experts, fold,
+                **self.factors, capacity=capacity, pad=dropping and config.pad_to_capacity,
+            )  # fmt: skip
             rows_RD = dispatch.send(transport, x_TD, plan, fold)
-            weights_R = dispatch.send_pairs(transport, routing.weights_Tk, plan, fold)
+            weights_R = dispatch.send_pairs(transport, weights_Tk, plan, fold)
         with jax.named_scope("experts"):
             experts = checkpoint_experts(lambda rows, weights: self.experts(rows, weights, plan.sizes_e))
             rows_RD = experts(rows_RD, weights_R)
         with jax.named_scope("combine"):
             y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
-        counts_E, overflow = collectives.psum(routing.counts_E, axes), collectives.psum(plan.overflow, axes)
+        lost = real_T[:, None] & (wanted_Tk == config.num_experts)
+        stats = stats._replace(
+            overflow=collectives.psum(plan.overflow, axes),
+            dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
+            experts_BSk=wanted_Tk.reshape(*x_BSD.shape[:2], -1) if record else None,
+        )
         if hasattr(self, "shared"):
             with jax.named_scope("shared_expert"):
                 y_BSD += self.shared(x_BSD, fold)
-        return y_BSD, MoEStats(balance, z, counts_E, overflow)
+        return y_BSD, stats
+
+    def _route(self, x_TD, real_T, steering: Steering, index_BS, fold: Fold, training: bool):
+        """Logits [T, E] and `Routing` of this device's tokens."""
+        config, replay_Tk, number_T = self.router_config, None, None
+        keys = dict(jitter=None, forced=None)
+        if training and config.noisy:
+            if steering.key is None:
+                raise ValueError("routing with jitter or forced logits needs a key in training")
+            number_T = balance.token_numbers(index_BS, fold).reshape(-1)
+            keys = {name: jax.random.fold_in(steering.key, i) for i, name in enumerate(keys)}
+        if training and config.jitter:
+            x_TD = balance.jitter(x_TD.astype(jnp.float32), keys["jitter"], number_T, config.jitter)
+        logits_TE = self.router(x_TD)
+        if steering.replay_BSk is not None:
+            replay_Tk = own_part(steering.replay_BSk, fold).reshape(-1, config.top_k)
+        routing = route(
+            logits_TE, steering.bias_E, config, mask_T=real_T, replay_Tk=replay_Tk, number_T=number_T,
+            key=keys["forced"] if config.forced else None, axes=fold.dense.tokens, training=training,
+        )  # fmt: skip
+        return logits_TE, routing
+
+    def _drop(self, experts_Tk, weights_Tk, index_BS, fold: Fold):
+        rows = lambda x_Tk: x_Tk.reshape(*index_BS.shape, -1)
+        kept = balance.keep_within_rows(
+            rows(experts_Tk), rows(weights_Tk), index_BS, self.router_config, axes=fold.dense.cp + fold.dense.tp
+        )
+        return (x.reshape(experts_Tk.shape) for x in kept)
+
+    def _capacity(self, shape, fold: Fold) -> int:
+        """Most rows that an expert can get from the rows of a batch that this device has its part of."""
+        num_rows, seq_here, _ = shape
+        seq_len = seq_here * fold.size(fold.dense.cp + fold.dense.tp)
+        return num_rows * balance.capacity_of(seq_len, self.router_config)
+
+    def _statistics(self, logits_TE, real_T, routing: Routing, steering, segments_BS, fold: Fold, training) -> MoEStats:
+        config, axes = self.router_config, fold.dense.tokens
+        row, none = fold.dense.cp + fold.dense.tp, jnp.float32(0)
+        plain_E = balance.plain_counts(logits_TE, real_T, config, axes=axes)
+        micro = lambda counts_E: balance.balance_loss(logits_TE, real_T, config, axes=axes, counts_E=counts_E)
+        global_loss = none
+        if config.global_coefficient:
+            global_loss = micro(plain_E if steering.seen_E is None else plain_E + steering.seen_E)
+        bad_T = real_T & ~jnp.isfinite(logits_TE).all(axis=-1)
+        stats = MoEStats(
+            balance_loss=micro(plain_E),
+            sequence_loss=_sequence_loss(logits_TE, segments_BS, config, fold) if config.sequence_coefficient else none,
+            global_loss=global_loss,
+            z_loss=balance.z_loss(logits_TE, real_T, axes=axes),
+            counts_E=collectives.psum(routing.counts_E, axes),
+            plain_E=plain_E,
+            overflow=jnp.int32(0),
+            dropped=jnp.int32(0),
+            not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
+            offsets_E=jnp.zeros((config.num_experts,), jnp.float32),
+        )
+        if training and config.selection == "quantile":
+            by_row = lambda x: x.reshape(*segments_BS.shape, *x.shape[1:])
+            bias_E = stats.offsets_E if steering.bias_E is None else steering.bias_E
+            stats = stats._replace(
+                offsets_E=balance.quantile_offsets(
+                    by_row(logits_TE), bias_E, by_row(real_T), config, axes=row, row_axes=fold.dense.dp
+                )
+            )
+        return stats
+
+
+def _sequence_loss(logits_TE, segments_BS, config: RouterConfig, fold: Fold):
+    """`sequence_balance_loss` with every document of every row of this device as a sample."""
+    row = fold.dense.cp + fold.dense.tp
+    most = segments_BS.shape[1] * fold.size(row)  # a document has a token at least
+    start_B = jnp.arange(segments_BS.shape[0], dtype=jnp.int32)[:, None] * most
+    segments_T = jnp.where(segments_BS > 0, start_B + segments_BS, 0).reshape(-1)
+    return balance.sequence_balance_loss(
+        logits_TE, segments_T, config,
+        num_segments=segments_BS.shape[0] * most, axes=row, sample_axes=fold.dense.dp,
+    )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Token routing: which experts a token goes to, with what weight, and how evenly experts are used.
+"""Token routing: which experts a token goes to and with what weight.
 
 T tokens of this device, D model width, E experts, k experts a token, G groups. Everything is float32 whatever comes in,
-counts are int32. `axes` are the mesh axes that the tokens of a micro-batch are split over (dp, cp, tp); a result that
-was summed over them is equal on their devices.
+counts are int32. `axes` are the mesh axes that the tokens of a micro-batch are split over (dp, cp, tp). How evenly
+experts are used is the matter of `moex.balance`, whose functions can be had from here too.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,38 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from mesh import collectives
 from mesh.axes import Axes
+from moex.balance import (
+    apply_capacity,
+    balance_loss,
+    expert_counts,
+    forced_logits,
+    scores,
+    sequence_balance_loss,
+    sinkhorn,
+    update_bias,
+    z_loss,
+)
+from moex.balance.scores import TINY
 from moex.config import RouterConfig
 from moex.layers.param import declare
+from moex.memory.recompute import KEPT
 
-_TINY = 1e-20  # keeps a row of sigmoid scores that are all zero from dividing by zero (as in Megatron-Core)
+__all__ = [
+    "Router",
+    "Routing",
+    "apply_capacity",
+    "balance_loss",
+    "check_router",
+    "expert_counts",
+    "route",
+    "scores",
+    "sequence_balance_loss",
+    "update_bias",
+    "z_loss",
+]
 
 
 class Routing(NamedTuple):
@@ -28,17 +53,26 @@ class Routing(NamedTuple):
     counts_E: jax.Array
 
 
-def route(logits_TE, bias_E, config: RouterConfig, *, mask_T=None, key=None, replay_Tk=None) -> Routing:
+def route(
+    logits_TE, bias_E, config: RouterConfig, *,
+    mask_T=None, key=None, replay_Tk=None, number_T=None, axes: Axes = (), training: bool = False,
+) -> Routing:  # fmt: skip
     """Picks experts by biased score and weighs them by the unbiased one (DeepSeek-V3, arXiv 2412.19437 eq. 16).
 
     Args:
       logits_TE: router outputs, any float dtype.
-      bias_E: float32 added to the scores for picking only, without gradient; None for no bias.
+      bias_E: float32 added for picking only, without gradient, to the scores, or to the logits with selection
+        `quantile`; None for no bias.
       mask_T: True for real tokens; others still get experts and weights, but aren't counted.
-      key: reserved for routing noise; no rule here draws any, so passing one is an error.
+      key: of random numbers, needed with `forced` logits; an error where none are drawn.
       replay_Tk: experts to use in place of picking (a recorded choice); weights are computed for them.
+      number_T: int32 number of each token, by which it draws; its place in the array otherwise.
+      axes: what tokens are split over, for Sinkhorn's sums over all of them.
+      training: with selection `sinkhorn`; elsewhere, and for `forced`, experts are picked by the best scores, so that a
+        token's experts don't depend on other tokens.
 
-    Ties go to the lower expert number. Raises ValueError when the numbers of experts, groups and k don't fit.
+    Ties go to the lower expert number. Logits that aren't finite give valid distinct experts; their weights may not be
+    finite. Raises ValueError when the numbers of experts, groups and k don't fit.
     """
     num_tokens, num_experts = logits_TE.shape
     check_router(config)
@@ -46,33 +80,35 @@ def route(logits_TE, bias_E, config: RouterConfig, *, mask_T=None, key=None, rep
         raise ValueError(
             f"logits are of {num_experts} experts, the configuration says num_experts={config.num_experts}"
         )
-    if key is not None:
-        raise ValueError("route was given a key, but this router draws no noise")
+    if (key is not None) != bool(config.forced and training):
+        raise ValueError(
+            f"route draws random numbers in training with forced set, and then needs a key: forced={config.forced!r}, "
+            f"training={training}, key {'given' if key is not None else 'missing'}"
+        )
     logits_TE = logits_TE.astype(jnp.float32)
+    real_T = jnp.ones((num_tokens,), bool) if mask_T is None else mask_T
+    if key is not None:
+        number_T = jnp.arange(num_tokens, dtype=jnp.int32) if number_T is None else number_T
+        logits_TE = forced_logits(logits_TE, key, number_T, config)
     scores_TE = scores(logits_TE, config)
     if replay_Tk is None:
-        choice_TE = lax.stop_gradient(scores_TE)
-        if bias_E is not None:
-            choice_TE += lax.stop_gradient(bias_E.astype(jnp.float32))[None]
-        experts_Tk = lax.top_k(_within_groups(choice_TE, config), config.top_k)[1]
+        experts_Tk = _pick(logits_TE, scores_TE, bias_E, real_T, config, axes, training)
     else:
         experts_Tk = replay_Tk
+    experts_Tk = checkpoint_name(experts_Tk.astype(jnp.int32), KEPT)
     weights_Tk = _weights(logits_TE, scores_TE, experts_Tk, config) * config.scaling_factor
-    real_T = jnp.ones((num_tokens,), bool) if mask_T is None else mask_T
-    return Routing(experts_Tk.astype(jnp.int32), weights_Tk, expert_counts(experts_Tk, real_T, num_experts))
+    return Routing(experts_Tk, weights_Tk, expert_counts(experts_Tk, real_T, num_experts))
 
 
-def scores(logits_TE, config: RouterConfig):
-    """Each expert's score for each token, float32."""
-    if config.score_function == "softmax":
-        return jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
-    return jax.nn.sigmoid(logits_TE.astype(jnp.float32))
-
-
-def expert_counts(experts_Tk, real_T, num_experts: int):
-    """Tokens of `real_T` that chose each expert: int32 [E]."""
-    ones = jnp.broadcast_to(real_T[:, None], experts_Tk.shape).astype(jnp.int32)
-    return jnp.zeros((num_experts,), jnp.int32).at[experts_Tk.reshape(-1)].add(ones.reshape(-1))
+def _pick(logits_TE, scores_TE, bias_E, real_T, config: RouterConfig, axes: Axes, training: bool):
+    if config.selection == "sinkhorn" and training:
+        choice_TE = sinkhorn(logits_TE, real_T, axes=axes)
+    else:
+        choice_TE = lax.stop_gradient(logits_TE if config.selection == "quantile" else scores_TE)
+        if bias_E is not None:
+            choice_TE += lax.stop_gradient(bias_E.astype(jnp.float32))[None]
+        choice_TE = _within_groups(choice_TE, config)
+    return lax.top_k(choice_TE, config.top_k)[1]
 
 
 def _within_groups(choice_TE, config: RouterConfig):
@@ -92,55 +128,8 @@ def _weights(logits_TE, scores_TE, experts_Tk, config: RouterConfig):
         return jax.nn.softmax(jnp.take_along_axis(logits_TE, experts_Tk, axis=-1), axis=-1)
     chosen_Tk = jnp.take_along_axis(scores_TE, experts_Tk, axis=-1)
     if config.renormalize and config.top_k > 1:
-        chosen_Tk /= chosen_Tk.sum(axis=-1, keepdims=True) + _TINY
+        chosen_Tk /= chosen_Tk.sum(axis=-1, keepdims=True) + TINY
     return chosen_Tk
-
-
-def balance_loss(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = ()):
-    """How unevenly a micro-batch uses the experts: E sum_e f_e P_e, 1.0 at perfect balance (arXiv 2101.03961 eq. 4).
-
-    f_e is the share of (token, choice) pairs on expert e by plain top-k of the scores, without bias or groups, as in
-    Megatron-Core; P_e the mean score of e, scores scaled to sum 1. Gradient flows through P only.
-
-    Args: logits_TE; mask_T True for real tokens, or None; axes that tokens are split over.
-    Returns: float32 scalar without coefficient, equal over `axes`; 0 when no token is real.
-    """
-    scores_TE = scores(logits_TE, config)
-    if config.score_function != "softmax":
-        scores_TE /= scores_TE.sum(axis=-1, keepdims=True) + _TINY
-    real_T = jnp.ones(logits_TE.shape[:1], bool) if mask_T is None else mask_T
-    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
-    counts_E = collectives.psum(expert_counts(picked_Tk, real_T, config.num_experts), axes)
-    mass_E = collectives.psum((scores_TE * real_T[:, None]).sum(axis=0), axes)
-    num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1).astype(jnp.float32)
-    return (mass_E / num_tokens * (counts_E / num_tokens)).sum() * (config.num_experts / config.top_k)
-
-
-def z_loss(logits_TE, mask_T, *, axes: Axes = ()):
-    """Mean over real tokens of logsumexp(logits)^2, which keeps logits small (arXiv 2202.08906 eq. 5).
-
-    Returns: float32 scalar without coefficient, equal over `axes`; 0 when no token is real.
-    """
-    real_T = jnp.ones(logits_TE.shape[:1], bool) if mask_T is None else mask_T
-    squares_T = jnp.square(jax.nn.logsumexp(logits_TE.astype(jnp.float32), axis=-1)) * real_T
-    num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1)
-    return collectives.psum(squares_T.sum(), axes) / num_tokens
-
-
-def update_bias(bias_E, counts_E, rate: float):
-    """Balancing without a loss: raises the bias of under-loaded experts by `rate`, lowers that of over-loaded ones.
-
-    bias + rate sign(mean(counts) - counts), in float32; counts are of a whole step over all devices, integers compared
-    exactly (arXiv 2408.15664). Leading dims (layers) are allowed. Raises ValueError unless counts are integers.
-    """
-    if not jnp.issubdtype(counts_E.dtype, jnp.integer):
-        raise ValueError(f"update_bias needs integer counts, got {counts_E.dtype}: floats stop counting at 2^24")
-    whole, part = jnp.divmod(counts_E, counts_E.shape[-1])  # divided before summing: a step's pairs may pass 2^31
-    carry, rest = jnp.divmod(part.sum(axis=-1, keepdims=True), counts_E.shape[-1])
-    floor = whole.sum(axis=-1, keepdims=True) + carry  # mean = floor + rest / E
-    at_mean = (counts_E == floor) & (rest == 0)
-    direction = jnp.where(counts_E > floor, -1.0, jnp.where(at_mean, 0.0, 1.0))
-    return bias_E + jnp.float32(rate) * direction.astype(jnp.float32)
 
 
 def check_router(config: RouterConfig) -> None:
@@ -157,6 +146,12 @@ def check_router(config: RouterConfig) -> None:
         raise ValueError(f"top_groups={c.top_groups} groups of {size} experts hold fewer than top_k={c.top_k}")
     if c.num_groups > 1 and not 1 <= c.group_score_top <= size:
         raise ValueError(f"group_score_top={c.group_score_top} must lie between 1 and a group's size {size}")
+    if c.selection != "top_k" and c.num_groups > 1:
+        raise ValueError(f"num_groups={c.num_groups} has no effect with selection={c.selection}: set it to 1")
+    if c.selection == "quantile" and c.top_k == c.num_experts:
+        raise ValueError(
+            f"selection=quantile needs top_k below num_experts={c.num_experts}: with all chosen none is next best"
+        )
 
 
 class Router(nnx.Module):

@@ -1,8 +1,12 @@
 """Recompute by module name: what the backward pass computes again instead of keeping."""
 
+import functools
 from collections.abc import Callable
 
 import jax
+
+KEPT = "routing"
+"""Name (`jax.ad_checkpoint.checkpoint_name`) of what is always kept: a router's choice of experts."""
 
 MODULES = ("layer", "attention", "mlp", "moe", "experts")
 
@@ -10,6 +14,9 @@ MODULES = ("layer", "attention", "mlp", "moe", "experts")
 def recomputed(module: str, recompute: tuple[str, ...]) -> Callable[[Callable], Callable]:
     """A wrapper for the module's function: `jax.checkpoint` when its name is listed, else the function itself.
 
-    A function may close over arrays that need gradients; only its inputs are kept for the backward pass.
+    A function may close over arrays that need gradients; only its inputs are kept for the backward pass, and the choices
+    of experts: made a second time, a near-tie may fall the other way.
     """
-    return jax.checkpoint if module in recompute else lambda function: function
+    if module not in recompute:
+        return lambda function: function
+    return functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(KEPT))

@@ -17,7 +17,7 @@ from moex.config import ModelConfig, ParallelConfig
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
-from moex.layers.moe import MoE, MoEStats
+from moex.layers.moe import MoE, MoEStats, Steering
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
 from moex.layers.tokens import Tokens, own_part
@@ -47,8 +47,8 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
 
-    def __call__(self, x_BSD, bias_E, tokens: Tokens, fold: Fold, recompute: tuple[str, ...]):
-        """Returns activations like x_BSD, and `MoEStats` of a sparse layer or None."""
+    def __call__(self, x_BSD, steering: Steering, tokens: Tokens, fold: Fold, recompute: tuple[str, ...], **options):
+        """Returns activations like x_BSD, and `MoEStats` of a sparse layer or None.  options: `training`, `record`."""
         with jax.named_scope("attention"):
             attend = recomputed("attention", recompute)(lambda x: self.attention(self.attention_norm(x), tokens, fold))
             x_BSD += attend(x_BSD)
@@ -56,9 +56,9 @@ class Layer(nnx.Module):
             with jax.named_scope("mlp"):
                 return x_BSD + recomputed("mlp", recompute)(lambda x: self.mlp(self.ffn_norm(x), fold))(x_BSD), None
         with jax.named_scope("moe"):
-            real_BS = own_part(tokens.segments, fold) > 0
-            experts = recomputed("experts", recompute)
-            moe = lambda x: self.moe(self.ffn_norm(x), bias_E, real_BS, fold, checkpoint_experts=experts)
+            segments_BS, index_BS = own_part(tokens.segments, fold), own_part(tokens.index, fold)
+            options |= dict(index_BS=index_BS, checkpoint_experts=recomputed("experts", recompute))
+            moe = lambda x: self.moe(self.ffn_norm(x), steering, segments_BS, fold, **options)
             y_BSD, stats = recomputed("moe", recompute)(moe)(x_BSD)
             return x_BSD + y_BSD, stats
 
@@ -97,33 +97,35 @@ class Decoder:
         }
 
     def hidden(
-        self, params: Mapping, bias_LE, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are
-    ) -> tuple[jax.Array, MoEStats | None]:
+        self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
+        training: bool = False, record: bool = False,
+    ) -> tuple[jax.Array, MoEStats | None]:  # fmt: skip
         """Final normalised activations.
 
         Args:
           params: as compute sees them, or stored shards when `enter` turns shards into that.
-          bias_LE: float32 router biases, or None.
+          steering: a `Steering` stacked over MoE layers; or only its bias, float32 [L, E]; or None.
           ids_BS: token ids of this device's context-parallel part, equal over tp; `tokens` likewise.
           enter: called with a stack's name and one layer's parameters, inside the scan over layers.
+          training, record: see `MoE`.
 
         Returns: [B, S / tp, D] in `dtype`, and statistics stacked over MoE layers (None without any).
         """
         ends = enter("ends", params["ends"])
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
         stats = None
+        steering = steering if isinstance(steering, Steering) else Steering(steering)
+        options = dict(training=training, record=record)
         for name, graph in self._graphs.items():
-            biased = name == "moe_layers" and bias_LE is not None
 
             def body(x_BSD, layer, name=name, graph=graph):
-                weights, bias_E = layer
+                def run(x_BSD, weights, steering):
+                    decoder_layer = nnx.merge(graph, enter(name, weights))
+                    return decoder_layer(x_BSD, steering, tokens, fold, self.recompute, **options)
 
-                def run(x_BSD, weights, bias_E):
-                    return nnx.merge(graph, enter(name, weights))(x_BSD, bias_E, tokens, fold, self.recompute)
+                return recomputed("layer", self.recompute)(run)(x_BSD, *layer)
 
-                return recomputed("layer", self.recompute)(run)(x_BSD, weights, bias_E)
-
-            x_BSD, stats = lax.scan(body, x_BSD, (params[name], bias_LE if biased else None))
+            x_BSD, stats = lax.scan(body, x_BSD, (params[name], steering if name == "moe_layers" else Steering()))
         with jax.named_scope("final_norm"):
             return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
 

@@ -29,13 +29,16 @@ STEP_FIELDS = {
     "model_tflops": "model TFLOP/s a device",
     "mfu": "share of the listed peak, 0 to 1; null where the device has no listed peak",
     "expert_counts": "tokens each expert was given, [L][E]",
-    "dropped": "routed rows that reached no expert",
-    "overflow": "whether the transport's budget was too small",
+    "dropped": "(token, choice) pairs that a capacity dropped",
+    "overflow": "rows that found no room in the transport's budget; such a step is not applied",
+    "router_not_finite": "tokens, summed over MoE layers, with a router logit that is not finite",
     "skipped": "whether the update was left out",
     "step_s": "seconds the step took",
     "time": "wall clock when the step was done, seconds since the epoch",
 }
 OPTIONAL_FIELDS = {
+    "sequence_loss": "balance loss of each document by itself",
+    "global_loss": "balance loss with the choices of the step's earlier micro-batches",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",
     "sample_ids": "numbers of the samples in the batch",

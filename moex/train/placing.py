@@ -20,13 +20,15 @@ def host_rows(abstract: Batch) -> slice:
 def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch) -> Batch:
     """Puts a step's rows on the devices, the sequence in zig-zag order where context parallelism splits it.
 
-    Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S].
+    Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S], and
+    `experts` [A, rows, S, L, k] where the batch has recorded choices.
     """
     rows = host_rows(abstract)
     arrays = read(rows)
     order = zigzag_order(abstract.ids.shape[2], _parts(abstract.ids.sharding, 2))
     index = order.astype(np.int32)
-    arrays = {name: arrays[name][:, :, order] for name in ("tokens", "labels", "mask", "segments", "positions")}
+    names = ("tokens", "labels", "mask", "segments", "positions", *["experts"] * (abstract.experts is not None))
+    arrays = {name: arrays[name][:, :, order] for name in names}
     values = Batch(
         step=np.int32(step),
         ids=arrays["tokens"],
@@ -35,6 +37,7 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
         segments=arrays["segments"],
         positions=arrays["positions"],
         index=np.broadcast_to(index, arrays["tokens"].shape),
+        experts=arrays.get("experts"),
     )
 
     def put(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -42,7 +45,7 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
             if not where:
                 return value
             start, stop, _ = where[1].indices(like.shape[1])
-            return value[(where[0], slice(start - rows.start, stop - rows.start), where[2])]
+            return value[(where[0], slice(start - rows.start, stop - rows.start), *where[2:])]
 
         return jax.make_array_from_callback(like.shape, like.sharding, part, dtype=like.dtype)
 

@@ -5,18 +5,20 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mesh import Fold, build_mesh
 from moex.config import RunConfig
 from moex.models.decoder import Decoder
 from moex.train.optim import optimizer
 from moex.train.state import TrainState, abstract_state, initial_state
-from moex.train.step import Batch, abstract_batch, make_eval_step, make_train_step
+from moex.train.step import Batch, abstract_batch, batch_specs, make_eval_step, make_record_step, make_train_step
 
 
 class Program(NamedTuple):
-    """What a run is made of. train: (state, batch) -> (state, metrics), state donated. eval: see `make_eval_step`."""
+    """What a run is made of. train: (state, batch) -> (state, metrics), state donated. eval: see `make_eval_step`.
+    record: see `make_record_step`.
+    """
 
     config: RunConfig
     fold: Fold
@@ -27,23 +29,30 @@ class Program(NamedTuple):
     batch: Batch
     train: Any
     eval: Any
+    record: Any
 
     def initial_state(self) -> TrainState:
         return initial_state(self.config, self.decoder, self.tx, self.state)
 
 
-def build(config: RunConfig, fold: Fold, devices: Sequence[jax.Device] | None = None, *, mesh=None) -> Program:
+def build(
+    config: RunConfig, fold: Fold, devices: Sequence[jax.Device] | None = None, *, mesh=None, replay: bool = False
+) -> Program:
     """Joins the parts; nothing is compiled yet. `state` and `batch` are abstract (shapes, dtypes, shardings).
 
     mesh: an abstract mesh of the fold, to trace at a scale that isn't there; else one is built of `devices` (all).
+    replay: the training step takes recorded choices of experts with its batches.
     """
     mesh = mesh if mesh is not None else build_mesh(fold, jax.devices() if devices is None else devices)
     decoder = Decoder(config.model, config.parallel, recompute=config.memory.recompute)
     tx = optimizer(config.optimizer, decoder.declarations)
     state = abstract_state(config, decoder, tx, fold, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    train = jax.jit(make_train_step(config, decoder, tx, fold, mesh), donate_argnums=0, out_shardings=(shardings, None))
+    step = make_train_step(config, decoder, tx, fold, mesh, replay=replay)
+    train = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    choices = NamedSharding(mesh, batch_specs(fold, replay=True).experts)
+    record = jax.jit(make_record_step(config, decoder, fold, mesh), out_shardings=choices)
     return Program(
-        config, fold, mesh, decoder, tx, state, abstract_batch(config, fold, mesh), train,
-        jax.jit(make_eval_step(config, decoder, fold, mesh)),
+        config, fold, mesh, decoder, tx, state, abstract_batch(config, fold, mesh, replay=replay), train,
+        jax.jit(make_eval_step(config, decoder, fold, mesh)), record,
     )  # fmt: skip

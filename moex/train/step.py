@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import Fold, collectives, sharded
 from mesh.vma import vary, varying
-from moex.config import RunConfig
+from moex import balance
+from moex.config import RouterConfig, RunConfig
 from moex.layers import param
-from moex.layers.router import update_bias
+from moex.layers.moe import Steering
 from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.train.loss import cross_entropy_sum
@@ -30,6 +31,7 @@ class Batch(NamedTuple):
 
     step: int32 scalar, the step this batch is for.  ids, labels: tokens and next tokens.  mask: bool, the label counts.
     segments: document within the row, 0 is padding.  positions: offset within the document.  index: place in the row.
+    experts: recorded choices [A, B, S, L, k] to use in place of the router's, or None.
     """
 
     step: Leaf
@@ -39,35 +41,45 @@ class Batch(NamedTuple):
     segments: Leaf
     positions: Leaf
     index: Leaf
+    experts: Leaf = None
 
 
 class Sums(NamedTuple):
-    """What micro-batches add up to; equal on all devices. balance and z are means over layers and micro-batches."""
+    """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
+    micro-batches, offsets_LE over micro-batches; counts are sums.
+    """
 
     lm_loss: Leaf
     balance: Leaf
+    sequence: Leaf
+    all_micros: Leaf
     z: Leaf
     counts_LE: Leaf
+    plain_LE: Leaf
     overflow: Leaf
+    dropped: Leaf
+    not_finite: Leaf
+    offsets_LE: Leaf
 
 
-def batch_specs(fold: Fold) -> Batch:
-    """How a batch is split: rows over dp, sequence over cp."""
+def batch_specs(fold: Fold, *, replay: bool = False) -> Batch:
+    """How a batch is split: rows over dp, sequence over cp.  replay: with recorded choices of experts."""
     spec = PartitionSpec(None, fold.dense.dp, fold.dense.cp)
-    return Batch(PartitionSpec(), spec, spec, spec, spec, spec, spec)
+    return Batch(PartitionSpec(), spec, spec, spec, spec, spec, spec, spec if replay else None)
 
 
-def abstract_batch(config: RunConfig, fold: Fold, mesh) -> Batch:
+def abstract_batch(config: RunConfig, fold: Fold, mesh, *, replay: bool = False) -> Batch:
     """Shapes, dtypes and shardings of a step's batch."""
-    train = config.train
+    train, model = config.train, config.model
     shape = (train.accumulation, train.batch_size // train.accumulation, train.seq_len)
-    dtypes = Batch(*[jnp.int32] * 7)._replace(mask=jnp.bool_)
-    shapes = Batch(*[shape] * 7)._replace(step=())
+    choices = (*shape, model.num_moe_layers, model.router.top_k)
+    leaf = lambda shape, spec, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    specs = batch_specs(fold, replay=replay)
     return Batch(
-        *(
-            jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p))
-            for s, d, p in zip(shapes, dtypes, batch_specs(fold), strict=True)
-        )
+        step=leaf((), specs.step),
+        mask=leaf(shape, specs.mask, jnp.bool_),
+        experts=leaf(choices, specs.experts) if replay else None,
+        **{name: leaf(shape, specs.ids) for name in ("ids", "labels", "segments", "positions", "index")},
     )
 
 
@@ -83,17 +95,28 @@ def entered(enter: Enter, shards: Mapping) -> dict:
     return {name: enter(name, part) for name, part in shards.items()}
 
 
-def hidden(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, ids_BS, tokens: Tokens, enter=as_they_are):
-    """Final activations and statistics, see `Decoder.hidden`; biases take part where the router is balanced by them."""
-    biases = bias_LE if config.model.router.bias_rate > 0 else None
+def hidden(
+    config: RunConfig,
+    decoder: Decoder,
+    fold: Fold,
+    params,
+    steering,
+    ids_BS,
+    tokens: Tokens,
+    enter=as_they_are,
+    **options,
+):
+    """Final activations and statistics in the run's compute dtype, see `Decoder.hidden`."""
     dtype = jnp.dtype(config.precision.compute_dtype)
-    return decoder.hidden(params, biases, ids_BS, tokens, fold, dtype, enter)
+    return decoder.hidden(params, steering, ids_BS, tokens, fold, dtype, enter, **options)
 
 
-def nll_sum(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, micro: Batch, enter=as_they_are):
+def nll_sum(
+    config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, enter=as_they_are, **options
+):
     """Sum of -log p(label) over all devices' valid tokens of a micro-batch, and the layers' statistics."""
     tokens = Tokens(micro.segments, micro.positions, micro.index)
-    activations, stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter)
+    activations, stats = hidden(config, decoder, fold, params, steering, micro.ids, tokens, enter, **options)
     with jax.named_scope("loss"):
         nll = cross_entropy_sum(
             activations, decoder.head(params, enter), micro.labels, micro.mask, fold,
@@ -102,23 +125,57 @@ def nll_sum(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, mi
         return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats
 
 
-def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, bias_LE, micro: Batch, total_tokens, enter):
+def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, total_tokens, enter):
     """One micro-batch's share of the step's loss, and its `Sums`; runs inside shard_map.
 
     The language-model loss is divided by the step's global number of valid tokens, so micro-batches and devices add up;
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
-    model, router = config.model, config.model.router
-    nll, stats = nll_sum(config, decoder, fold, params, bias_LE, micro, enter)
+    router, layers = config.model.router, config.model.num_moe_layers
+    nll, stats = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
     lm_loss = nll / total_tokens
     if stats is None:
-        none = jnp.float32(0)
-        return lm_loss, Sums(lm_loss, none, none, jnp.zeros((0, router.num_experts), jnp.int32), jnp.int32(0))
+        return lm_loss, no_sums((0, router.num_experts))._replace(lm_loss=lm_loss)
     share = 1 / config.train.accumulation
-    balance, z = stats.balance_loss.sum() * share, stats.z_loss.sum() * share
-    loss = lm_loss + router.aux_coefficient * balance + router.z_coefficient * z
-    layers = model.num_moe_layers
-    return loss, Sums(lm_loss, balance / layers, z / layers, stats.counts_E, stats.overflow.sum())
+    terms = dict(
+        balance=(router.aux_coefficient, stats.balance_loss),
+        sequence=(router.sequence_coefficient, stats.sequence_loss),
+        all_micros=(router.global_coefficient, stats.global_loss),
+        z=(router.z_coefficient, stats.z_loss),
+    )
+    shares = {name: (factor, loss_L.sum() * share) for name, (factor, loss_L) in terms.items()}
+    loss = lm_loss
+    for factor, value in shares.values():
+        loss += factor * value
+    return loss, Sums(
+        lm_loss=lm_loss,
+        **{name: value / layers for name, (_, value) in shares.items()},
+        counts_LE=stats.counts_E,
+        plain_LE=stats.plain_E,
+        offsets_LE=stats.offsets_E * share,
+        **{name: getattr(stats, name).sum() for name in ("overflow", "dropped", "not_finite")},
+    )
+
+
+def no_sums(shape_LE: tuple[int, int]) -> Sums:
+    """`Sums` of nothing: zeros."""
+    none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
+    zeros = dict.fromkeys(("overflow", "dropped", "not_finite"), jnp.int32(0))
+    return Sums(none, none, none, none, none, counts, counts, offsets_LE=counts.astype(jnp.float32), **zeros)
+
+
+def steer(config: RunConfig, bias_LE, micro: Batch, *, seen_LE=None, key=None) -> Steering:
+    """What the layers' routing depends on in one micro-batch."""
+    router, layers = config.model.router, config.model.num_moe_layers
+    if not layers:
+        return Steering()
+    replay = None if micro.experts is None else jnp.moveaxis(micro.experts, 2, 0)
+    return Steering(
+        bias_E=bias_LE,
+        seen_E=seen_LE if router.global_coefficient else None,
+        key=jax.random.split(key, layers) if router.noisy and key is not None else None,
+        replay_BSk=replay,
+    )
 
 
 def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Callable:
@@ -131,23 +188,32 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
 
     def run(shards, bias_LE, batch: Batch):
         once = config.parallel.zero == 1
+        step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
         params, enter = (entered(enter_part, shards), as_they_are) if once else (shards, enter_part)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         total_tokens = jnp.maximum(valid, 1).astype(jnp.float32)
 
-        def micro_gradients(micro: Batch):
-            function = lambda p: micro_loss(config, decoder, fold, p, bias_LE, micro, total_tokens, enter)
+        def micro_gradients(micro: Batch, number, seen_LE):
+            key = jax.random.fold_in(step_key, number)
+            steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
+            function = lambda p: micro_loss(config, decoder, fold, p, steering, micro, total_tokens, enter)
             (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(params)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
         micros = batch._replace(step=None)
         if config.train.accumulation == 1:
-            grads, loss, sums = micro_gradients(jax.tree.map(lambda x: x[0], micros))
+            grads, loss, sums = micro_gradients(jax.tree.map(lambda x: x[0], micros), jnp.int32(0), None)
         else:
             zeros = lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x))
-            start = jax.tree.map(zeros, jax.eval_shape(micro_gradients, jax.tree.map(lambda x: x[0], micros)))
-            add = lambda total, micro: (jax.tree.map(jnp.add, total, micro_gradients(micro)), None)
-            (grads, loss, sums), _ = lax.scan(add, start, micros)
+            first = jax.tree.map(lambda x: x[0], micros), jnp.int32(0), jnp.zeros_like(bias_LE, jnp.int32)
+            start = jax.tree.map(zeros, jax.eval_shape(micro_gradients, *first))
+
+            def add(total, at):
+                micro, number = at
+                return jax.tree.map(jnp.add, total, micro_gradients(micro, number, total[2].plain_LE)), None
+
+            numbers = jnp.arange(config.train.accumulation, dtype=jnp.int32)
+            (grads, loss, sums), _ = lax.scan(add, start, (micros, numbers))
         if once:
             grads = jax.tree.map(lambda p, g: p.leave(g), places, grads)
         return grads, loss, sums, valid
@@ -156,9 +222,9 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
 
 
 def make_train_step(
-    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh
+    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh, *, replay: bool = False
 ) -> Callable:
-    """(state, batch) -> (state, metrics); jit it with the state donated.
+    """(state, batch) -> (state, metrics); jit it with the state donated.  replay: batches bring choices of experts.
 
     An overflow anywhere, or a batch of another step, leaves the whole state as it was (`applied` is 0 and the step can be
     run again). Non-finite loss or gradients advance the step but leave parameters, optimizer and bias.
@@ -167,10 +233,10 @@ def make_train_step(
     scalar = PartitionSpec()
     inner = sharded(
         loss_and_gradients(config, decoder, fold), mesh,
-        in_specs=(specs, scalar, batch_specs(fold)), out_specs=(specs, scalar, Sums(*[scalar] * 5), scalar),
+        in_specs=(specs, scalar, batch_specs(fold, replay=replay)),
+        out_specs=(specs, scalar, Sums(*[scalar] * len(Sums._fields)), scalar),
     )  # fmt: skip
     schedule = learning_rate(config.optimizer, config.train.steps)
-    rate = config.model.router.bias_rate
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         grads, loss, sums, valid = inner(state.params, state.router_bias, batch)
@@ -180,7 +246,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
-        bias = update_bias(state.router_bias, sums.counts_LE, rate) if rate else state.router_bias
+        bias = _next_bias(config.model.router, state.router_bias, sums)
         learned = _where(finite, (params, moments, bias), (state.params, state.optimizer, state.router_bias))
         rows = batch.ids.shape[0] * batch.ids.shape[1]
         after = TrainState(
@@ -194,12 +260,24 @@ def make_train_step(
         )
         metrics = dict(
             step=state.step, loss=loss, lm_loss=sums.lm_loss, aux_loss=sums.balance, z_loss=sums.z, grad_norm=grad_norm,
-            lr=lr, valid_tokens=valid, expert_counts=sums.counts_LE, overflow=sums.overflow,
-            skipped=(~finite).astype(jnp.int32), applied=go.astype(jnp.int32),
+            lr=lr, valid_tokens=valid, expert_counts=sums.counts_LE, overflow=sums.overflow, dropped=sums.dropped,
+            router_not_finite=sums.not_finite, skipped=(~finite).astype(jnp.int32), applied=go.astype(jnp.int32),
         )  # fmt: skip
+        router = config.model.router
+        metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
+        metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
         return _where(go, after, state), metrics
 
     return step
+
+
+def _next_bias(router: RouterConfig, bias_LE, sums: Sums):
+    if router.selection == "quantile":
+        return balance.update_quantile_bias(bias_LE, sums.offsets_LE, router.quantile_decay)
+    if not router.bias_rate:
+        return bias_LE
+    moved = balance.update_bias(bias_LE, sums.counts_LE, router.bias_rate)
+    return balance.centred(moved) if router.bias_centred else moved
 
 
 def _where(condition, new, old):
@@ -216,6 +294,31 @@ def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Cal
         nll, _ = lax.scan(add, jnp.float32(0), batch._replace(step=None))
         return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
 
+    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=(PartitionSpec(), PartitionSpec()))
+
+
+def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
+    """(params, router_bias, batch) -> experts that the router chooses, int32 [A, B, S, L, k], as `Batch.experts` takes
+    them; `num_experts` in the places of padding.  Nothing is dropped and no noise is drawn.
+    """
+    enter = entering(config, decoder, fold)
+
+    def run(shards: Mapping, bias_LE, batch: Batch):
+        params = entered(enter, shards)
+
+        def one(_, micro: Batch):
+            tokens = Tokens(micro.segments, micro.positions, micro.index)
+            stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, record=True)[1]
+            if stats is None or stats.experts_BSk is None:
+                raise ValueError("a model without MoE layers has no choices to record")
+            return None, jnp.moveaxis(stats.experts_BSk, 0, 2)
+
+        return lax.scan(one, None, batch._replace(step=None))[1]
+
+    split = PartitionSpec(None, fold.dense.dp, fold.dense.cp + fold.dense.tp)
+    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=split)
+
+
+def _in_specs(decoder: Decoder, fold: Fold):
     specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
-    scalar = PartitionSpec()
-    return sharded(run, mesh, in_specs=(specs, scalar, batch_specs(fold)), out_specs=(scalar, scalar))
+    return specs, PartitionSpec(), batch_specs(fold)

@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mesh import ALONE, build_mesh, fold, sharded
+from mesh.vma import vary, varying
 from moex.config import ModelConfig, ParallelConfig, RouterConfig
 from moex.layers import param
 from moex.layers.experts import expert_mlp
-from moex.layers.moe import MoE
+from moex.layers.moe import MoE, Steering
 from tests.layers import oracle
 from tests.quick import quick_jit
 
@@ -35,13 +36,27 @@ CONFIGS = {
         ),
     ),
 }  # fmt: skip
+# What only training does, with float32 oracles elsewhere: here every mesh must do the same.
+BASE = CONFIGS["sigmoid with groups, bias and shared expert"]
+TRAINING = {
+    name: dataclasses.replace(BASE, router=dataclasses.replace(BASE.router, **fields))
+    for name, fields in {
+        "dropping by probability, jitter": dict(capacity_factor=1.0, jitter=0.05, sequence_coefficient=0.1),
+        "dropping by position, padded": dict(capacity_factor=1.25, capacity_policy="position", pad_to_capacity=True),
+        "sinkhorn": dict(selection="sinkhorn", num_groups=1, top_groups=1, score_function="softmax", renormalize=False),
+        "quantile, square root of softplus": dict(
+            selection="quantile", num_groups=1, top_groups=1, score_function="sqrtsoftplus", global_coefficient=0.1
+        ),
+        "forced skew": dict(forced="skew", num_groups=1, top_groups=1),
+    }.items()
+}
 REAL = np.arange(B * S).reshape(B, S) % 5 != 3
 
 
 @functools.cache
 def given(name):
     """(module, parameters, input, bias or None, cotangent)."""
-    config = CONFIGS[name]
+    config = (CONFIGS | TRAINING)[name]
     values = param.initial_values(param.declarations(MoE(config)), 3, 0.4, 1)
     x, cotangent = jax.random.normal(jax.random.key(8), (2, B, S, D))
     bias = np.linspace(-0.3, 0.3, E).astype(np.float32) if config.router.bias_rate else None
@@ -52,6 +67,16 @@ def weighed(config, parallel, values, x, bias, real, cotangent, folded):
     """sum(output * cotangent), (output, statistics)."""
     y, stats = nnx.merge(nnx.graphdef(MoE(config, parallel)), values)(x, bias, real, folded)
     return (y * cotangent).sum(), (y, stats)
+
+
+def trained(config, parallel, values, x, bias, segments, index, cotangent, folded):
+    """The same in training, with every loss beside the output."""
+    steering = Steering(bias, jnp.arange(E, dtype=jnp.int32), jax.random.key(9))
+    moe = nnx.merge(nnx.graphdef(MoE(config, parallel)), values)
+    y, stats = moe(x, steering, segments, folded, index_BS=index, training=True)
+    # A loss of the whole batch, equal on all devices, is counted once by the sum of what each holds.
+    losses = (stats.balance_loss + stats.sequence_loss + stats.global_loss + stats.z_loss) / folded.num_devices
+    return (y * cotangent).sum() + vary(losses, varying(y)), (y, stats)
 
 
 @functools.partial(quick_jit, static_argnums=0)
@@ -140,10 +165,8 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
-    """Output, input gradient, every parameter's gradient, statistics: eight devices against one."""
-    config, values, x, bias, cotangent = given("sigmoid with groups, bias and shared expert")
+def on_split(split, config, loss, arrays, devices):
+    """Output, statistics and gradients of `loss(parallel, values, x, *arrays, folded)` on eight devices."""
     dense, expert, settings = SPLITS[split]
     folded, parallel = fold(dense, expert), ParallelConfig(**settings)
     declared = param.declarations(MoE(config, parallel))
@@ -151,17 +174,25 @@ def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
     specs = jax.tree.map(lambda p: p.spec, places)
     parts = P(folded.dense.dp, folded.dense.sequence)
 
-    def local(shards, x, real, cotangent):
-        def loss(shards, x):
-            entered = param.enter(declared, places, shards, jnp.float32)
-            return weighed(config, parallel, entered, x, bias, real, cotangent, folded)
+    def local(shards, x, *rest):
+        def whole(shards, x):
+            return loss(parallel, param.enter(declared, places, shards, jnp.float32), x, *rest, folded)
 
-        (_, (y, stats)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(shards, x)
+        (_, (y, stats)), grads = jax.value_and_grad(whole, argnums=(0, 1), has_aux=True)(shards, x)
         return y, stats, grads
 
-    in_specs, out_specs = (specs, parts, parts, parts), (parts, P(), (specs, parts))
-    function = quick_jit(sharded(local, build_mesh(folded, devices), in_specs, out_specs))
-    y, stats, grads = function(values, x, REAL, cotangent)
+    in_specs, out_specs = (specs, *[parts] * (len(arrays) - 1)), (parts, P(), (specs, parts))
+    return quick_jit(sharded(local, build_mesh(folded, devices), in_specs, out_specs))(*arrays)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
+    """Output, input gradient, every parameter's gradient, statistics: eight devices against one."""
+    config, values, x, bias, cotangent = given("sigmoid with groups, bias and shared expert")
+    loss = lambda parallel, values, x, real, cotangent, folded: weighed(
+        config, parallel, values, x, bias, real, cotangent, folded
+    )
+    y, stats, grads = on_split(split, config, loss, (values, x, REAL, cotangent), devices)
     want_y, want_stats, want_grads = alone(config, values, x, bias, REAL, cotangent)
     assert_close(y, want_y)
     jax.tree.map(assert_close, grads, want_grads)
@@ -169,6 +200,41 @@ def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
     np.testing.assert_array_equal(stats.overflow, 0)
     np.testing.assert_allclose(stats.balance_loss, want_stats.balance_loss, rtol=1e-6)
     np.testing.assert_allclose(stats.z_loss, want_stats.z_loss, rtol=1e-6)
+
+
+SEGMENTS = np.where(REAL, 1 + np.arange(S)[None] // 5, 0).astype(np.int32)
+ORDER = np.stack([np.random.default_rng(b).permutation(S) for b in range(B)]).astype(np.int32)
+
+
+@functools.cache
+def trained_alone(name):
+    config, values, x, bias, cotangent = given(name)
+
+    @quick_jit
+    def run(values, x):
+        loss = lambda values, x: trained(config, ParallelConfig(), values, x, bias, SEGMENTS, ORDER, cotangent, ALONE)
+        (_, (y, stats)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(values, x)
+        return y, stats, grads
+
+    return run(values, x)
+
+
+@pytest.mark.parametrize("split", ["local etp2", "alltoall ep8", "alltoall ep2 etp2", "allgather ep4"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_only_training_does_is_the_same_on_every_split(name, split, devices):
+    config, values, x, bias, cotangent = given(name)
+    loss = lambda parallel, values, x, segments, index, cotangent, folded: trained(
+        config, parallel, values, x, bias, segments, index, cotangent, folded
+    )
+    y, stats, grads = on_split(split, config, loss, (values, x, SEGMENTS, ORDER, cotangent), devices)
+    want_y, want_stats, want_grads = trained_alone(name)
+    assert_close(y, want_y)
+    jax.tree.map(assert_close, grads, want_grads)
+    for field, ours, theirs in zip(stats._fields, stats, want_stats, strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-7, err_msg=field)
+    assert (stats.dropped > 0) == (config.router.capacity_factor > 0)
+    assert stats.overflow == 0
 
 
 # --- the experts' function ------------------------------------------------------------------------------------------

@@ -385,7 +385,7 @@ def test_refusals_name_fields_and_numbers(fields, message):
 def test_wrong_logits_and_useless_keys_are_refused():
     with pytest.raises(ValueError, match=r"logits are of 4 experts.*num_experts=8"):
         route(FOUR, None, RouterConfig(num_experts=8))
-    with pytest.raises(ValueError, match="draws no noise"):
+    with pytest.raises(ValueError, match="forced='', training=False, key given"):
         route(FOUR, None, RouterConfig(num_experts=4), key=jax.random.key(0))
 
 

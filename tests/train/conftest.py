@@ -35,7 +35,10 @@ MODELS = dict(
     gqa=ModelConfig(
         vocab_size=259, vocab_multiple=8, d_model=32, num_layers=2, expert_width=16, init_std=0.1,
         attention=AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8, qk_norm=True),
-        router=RouterConfig(num_experts=8, top_k=2, aux_coefficient=0.05, z_coefficient=1e-3),
+        router=RouterConfig(
+            num_experts=8, top_k=2, aux_coefficient=0.05, sequence_coefficient=0.03, global_coefficient=0.02,
+            z_coefficient=1e-3,
+        ),
     ),
     mla=deepseek_v3(
         vocab_size=259, vocab_multiple=8, d_model=32, num_layers=2, num_dense_layers=1, dense_width=32, expert_width=16,
@@ -43,6 +46,12 @@ MODELS = dict(
         kv_latent_dim=12, num_experts=8, top_k=2, num_groups=4, top_groups=2, aux_coefficient=0.05,
     ),
 )  # fmt: skip
+_steered = lambda **fields: dataclasses.replace(
+    MODELS["gqa"], router=RouterConfig(num_experts=8, top_k=2, aux_coefficient=0.0, **fields)
+)
+MODELS["dropping"] = _steered(capacity_factor=1.0, jitter=0.1, pad_to_capacity=True)
+MODELS["quantile"] = _steered(selection="quantile", score_function="sqrtsoftplus")
+MODELS["sinkhorn"] = _steered(selection="sinkhorn", renormalize=False)
 
 
 def tiny_config(model: str | ModelConfig = "gqa", *, accumulation: int = 1, **sections) -> RunConfig:
