@@ -5,8 +5,9 @@ checks them; then JAX starts, and the devices it found are checked once more and
 """
 
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import jax
 
@@ -14,8 +15,10 @@ from mesh.gpus import num_installed, visible_gpus
 from mesh.launchers import Peer, Start, detect, local_device_ids
 from mesh.roll_call import StartError, check_equal, roll_call
 
-__all__ = ["Start", "StartError", "check_devices", "describe", "detect", "initialise"]
+__all__ = ["Start", "StartError", "check_devices", "describe", "detect", "initialise", "spare_threads"]
 
+THREADS_PER_CPU_DEVICE = 8
+"""Of XLA's CPU backend with several devices: most collectives of a step that are under way at once, and one to spare."""
 TIMEOUT_S = 120.0
 """How long to wait for the other processes where COORDINATOR_TIMEOUT_S doesn't say."""
 
@@ -29,6 +32,7 @@ def initialise(start: Start | None = None, environ: Mapping[str, str] = os.envir
     start = start or detect(environ)
     if jax.distributed.is_initialized():
         return start
+    spare_threads()
     gpus, timeout_s = visible_gpus(environ), _timeout_s(environ)
     ids = local_device_ids(start, len(gpus), environ)
     # Without GPUs several processes need gloo; one alone sums the same bits as it would without jax.distributed.
@@ -47,6 +51,18 @@ def initialise(start: Start | None = None, environ: Mapping[str, str] = os.envir
     )
     check_devices(start, jax.devices())
     return start
+
+
+def spare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Gives XLA's CPU backend threads enough for the collectives of several CPU devices, before it starts.
+
+    It runs independent collectives of a program side by side, and each holds a thread until its partners arrive; with the
+    default of one thread a device, devices now and then wait for each other for ever. PJRT_NPROC, where set, stands.
+    """
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    num_devices = max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 1)
+    if num_devices > 1:
+        environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_devices))
 
 
 def check_devices(start: Start, devices: Sequence[jax.Device]) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mesh.distributed import check_devices, describe, initialise
+from mesh.distributed import check_devices, describe, initialise, spare_threads
 from mesh.launchers import Peer, Start
 from mesh.roll_call import StartError, _line, check_peers, roll_call
 
@@ -172,3 +172,17 @@ def test_the_table_names_every_process_and_its_devices(monkeypatch):
 def test_a_wrong_time_limit_is_named(text):
     with pytest.raises(ValueError, match=f"COORDINATOR_TIMEOUT_S='{text}' must be a number of seconds above 0"):
         initialise(Start("environment", "a:1", 2, 1), dict(COORDINATOR_TIMEOUT_S=text, JAX_PLATFORMS="cpu"))
+
+
+@pytest.mark.parametrize(
+    "environ, want",
+    [
+        ({}, None),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, None),
+        ({"XLA_FLAGS": "--a=2 --xla_force_host_platform_device_count=8 --b"}, "64"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PJRT_NPROC": "5"}, "5"),
+    ],
+)
+def test_several_cpu_devices_get_threads_to_spare(environ, want):
+    spare_threads(environ)
+    assert environ.get("PJRT_NPROC") == want
