@@ -33,5 +33,5 @@ def forced_logits(logits_TE, key, number_T, config: RouterConfig):
     draw = lambda n: jax.random.normal(jax.random.fold_in(key, n), (num_experts,))
     random_TE = jax.vmap(draw)(number_T)
     if config.forced == "skew":
-        random_TE += config.forced_skew * jax.random.normal(jax.random.key(0), (num_experts,))
+        random_TE += config.forced_skew * jax.random.normal(jax.random.key(0), (1, num_experts))
     return random_TE + (logits_TE - lax.stop_gradient(logits_TE))

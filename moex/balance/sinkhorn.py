@@ -11,7 +11,7 @@ _TINY, _MOST = 1e-8, 1000
 
 
 def sinkhorn(logits_TE, real_T, *, axes: Axes = (), tolerance: float = 1e-4):
-    """A matrix whose rows sum to 1/T and columns to 1/E, from which to pick experts (S-BASE, arXiv 2202.01169; Megatron-Core).
+    """A matrix whose rows sum to 1/T and columns to 1/E, from which to pick experts (S-BASE, arXiv 2202.01169).
 
     Rows: d0 = 1/T / (C d1), columns: d1 = 1/E / (C^T d0) with C = exp(logits), until the mean change of d1 falls below
     `tolerance` (or for 1000 rounds). T counts the real tokens of all devices along `axes`; others weigh nothing.
@@ -23,7 +23,7 @@ def sinkhorn(logits_TE, real_T, *, axes: Axes = (), tolerance: float = 1e-4):
     cost_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True)) * real_T[:, None]
     num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1).astype(jnp.float32)
     num_experts = logits_TE.shape[1]
-    rows = lambda d1_E: 1 / num_tokens / ((cost_TE * d1_E).sum(axis=-1) + _TINY)
+    rows = lambda d1_E: 1 / num_tokens / ((cost_TE * d1_E[None]).sum(axis=-1) + _TINY)
     columns = lambda d0_T: 1 / num_experts / (collectives.psum((cost_TE * d0_T[:, None]).sum(axis=0), axes) + _TINY)
 
     def body(carry):
@@ -34,4 +34,4 @@ def sinkhorn(logits_TE, real_T, *, axes: Axes = (), tolerance: float = 1e-4):
     beyond = varying(cost_TE) - set(axes)  # on a mesh with axes that tokens are not split over
     start = (vary(jnp.ones((num_experts,), jnp.float32), beyond), vary(jnp.float32(jnp.inf), beyond), jnp.int32(0))
     d1_E = lax.while_loop(lambda c: (c[1] > tolerance) & (c[2] < _MOST), body, start)[0]
-    return cost_TE * d1_E * rows(d1_E)[:, None]
+    return cost_TE * d1_E[None] * rows(d1_E)[:, None]
