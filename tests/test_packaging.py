@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from docs import step_diagram
 from scripts import run_doc_commands as docs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,6 +272,10 @@ def test_docs_block_that_is_not_run_must_be_valid_shell(tmp_path):
 
 def test_docs_commands_already_run_are_passed_over(tmp_path):
     assert run_page(tmp_path, "```sh\nfalse\ntrue\n```\n", already_run=["false"]) is None
+
+
+def test_docs_drawing_of_the_step_is_what_its_script_draws():
+    assert (ROOT / "docs/step.svg").read_text() == step_diagram.draw(), "run docs/step_diagram.py"
 
 
 def test_docs_of_this_checkout_follow_the_convention():

@@ -47,6 +47,7 @@ def quantile_offsets(logits_BSE, bias_E, real_BS, config: RouterConfig, *, axes:
     """
     logits_BSE = lax.stop_gradient(logits_BSE.astype(jnp.float32))
     logits_BSE, real_BS = (collectives.all_gather(x, axes, dim=1) for x in (logits_BSE, real_BS))
+    bias_E = jnp.broadcast_to(bias_E, (config.num_experts,))
     alpha_BS = lax.top_k(logits_BSE + bias_E[None, None], config.top_k + 1)[0][..., -1]
     above_BSE = jnp.where(real_BS[..., None], logits_BSE - alpha_BS[..., None], -jnp.inf)
     tokens_B = real_BS.sum(axis=1, dtype=jnp.int32)

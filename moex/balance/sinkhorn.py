@@ -11,7 +11,7 @@ _TINY, _MOST = 1e-8, 1000
 
 
 def sinkhorn(logits_TE, real_T, *, axes: Axes = (), tolerance: float = 1e-4):
-    """A matrix whose rows sum to 1/T and columns to 1/E, from which to pick experts (arXiv 2102.03902; Megatron-Core).
+    """A matrix whose rows sum to 1/T and columns to 1/E, from which to pick experts (S-BASE, arXiv 2202.01169).
 
     Rows: d0 = 1/T / (C d1), columns: d1 = 1/E / (C^T d0) with C = exp(logits), until the mean change of d1 falls below
     `tolerance` (or for 1000 rounds). T counts the real tokens of all devices along `axes`; others weigh nothing.
