@@ -155,18 +155,24 @@ CONFIGS = [
     RouterConfig(num_experts=8, top_k=3, score_function="sigmoid", scaling_factor=2.5),
     RouterConfig(num_experts=8, top_k=3, score_function="sigmoid", num_groups=4, top_groups=2),
     RouterConfig(num_experts=12, top_k=2, num_groups=3, top_groups=1, group_score_top=1),
+    RouterConfig(num_experts=5, top_k=2, score_function="sqrtsoftplus", scaling_factor=0.5),
+    RouterConfig(num_experts=9, top_k=1, score_function="sqrtsoftplus", num_groups=3, top_groups=2),
+    RouterConfig(num_experts=32, top_k=8, score_function="sigmoid", num_groups=8, top_groups=4),
+    RouterConfig(num_experts=1, top_k=1, renormalize=False),
 ]
+NUM_TOKENS = 16
 
 
 @st.composite
 def routings(draw):
     config = draw(st.sampled_from(CONFIGS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    logits = rng.normal(scale=draw(st.sampled_from([0.1, 1.0, 10.0])), size=(16, config.num_experts))
+    num_tokens = draw(st.sampled_from([1, 7, NUM_TOKENS]))
+    logits = rng.normal(scale=draw(st.sampled_from([0.1, 1.0, 10.0])), size=(num_tokens, config.num_experts))
     if draw(st.booleans()):
         logits = np.round(logits)  # many ties
     bias = rng.normal(scale=0.2, size=config.num_experts)
-    return config, logits.astype(np.float32), bias.astype(np.float32), rng.random(16) < 0.7, rng
+    return config, logits.astype(np.float32), bias.astype(np.float32), rng.random(num_tokens) < 0.7, rng
 
 
 @given(routings())
@@ -387,6 +393,24 @@ def test_wrong_logits_and_useless_keys_are_refused():
         route(FOUR, None, RouterConfig(num_experts=8))
     with pytest.raises(ValueError, match="forced='', training=False, key given"):
         route(FOUR, None, RouterConfig(num_experts=4), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda c: f"{c.score_function}-{c.num_experts}-{c.top_k}-{c.num_groups}"
+)
+def test_logits_that_are_not_finite_never_give_an_invalid_or_repeated_expert(config, bad):
+    """One bad logit, several, all; whatever comes out is a choice that dispatch can use."""
+    logits = np.array(jax.random.normal(jax.random.key(7), (4, config.num_experts)))
+    logits[1, 0], logits[2, ::2], logits[3] = bad, bad, bad
+    for bias in (None, jnp.full(config.num_experts, bad)):
+        experts, _, counts = routed(logits, bias, config)
+        assert all(len(set(row)) == config.top_k for row in experts.tolist())
+        assert 0 <= int(experts.min()) <= int(experts.max()) < config.num_experts
+        assert int(counts.sum()) == 4 * config.top_k
+    np.testing.assert_array_equal(
+        routed(logits, None, config).experts_Tk[0], routed(logits[:1], None, config).experts_Tk[0]
+    )
 
 
 def test_counting_leaves_out_what_is_not_real():

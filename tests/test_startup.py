@@ -1,0 +1,51 @@
+"""What a run says of its rules before the first step: every coefficient in effect, and what is off."""
+
+import pytest
+
+from moex.cli import PRESETS
+from moex.config import RouterConfig
+from moex.startup import balance_rules, routing_rules
+
+
+def rules(**fields):
+    router = RouterConfig(**fields)
+    return f"{routing_rules(router)}; {balance_rules(router)}"
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (dict(aux_coefficient=0.02), ["balance loss x 0.02", "sequence, z, global-batch loss off", "drops nothing"]),
+        (dict(aux_coefficient=0.0), ["balance, sequence, z, global-batch loss off", "bias not moved"]),
+        (dict(sequence_coefficient=1e-4, z_coefficient=1e-3), ["sequence loss x 0.0001", "z loss x 0.001"]),
+        (dict(global_coefficient=0.5), ["global-batch loss x 0.5"]),
+        (dict(bias_rate=1e-3, bias_centred=True), ["bias rate 0.001, centred"]),
+        (dict(renormalize=False, scaling_factor=2.5), ["weights as scored, x 2.5"]),
+        (dict(num_groups=4, top_groups=2), ["within the best 2 of 4 groups by sum of best 2"]),
+        (dict(num_groups=4, top_groups=2, group_score_top=1), ["by maximum"]),
+        (dict(selection="quantile", quantile_decay=0.5), ["selection quantile, decay 0.5", "bias by quantiles"]),
+        (dict(selection="sinkhorn"), ["selection sinkhorn"]),
+        (dict(jitter=0.01), ["jitter 0.01"]),
+        (dict(forced="skew", forced_skew=2.0), ["FORCED skew 2: random logits"]),
+        (
+            dict(capacity_factor=1.25, capacity_policy="position", pad_to_capacity=True),
+            ["DROPS beyond 1.25 x balanced rows by position, padded"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_set_is_said(fields, said):
+    text = rules(**fields)
+    assert all(part in text for part in said), text
+    assert text != rules()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_coefficients_are_said_as_they_are(name):
+    router = PRESETS[name]().model.router
+    text = balance_rules(router)
+    if router.aux_coefficient:
+        assert f"balance loss x {router.aux_coefficient:g}" in text
+    else:
+        assert "balance" in text[: text.index("loss off")]
+    assert (f"bias rate {router.bias_rate:g}" in text) == (router.bias_rate > 0)
