@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mesh import build_mesh, collectives, fold, sharded
 from moex import dispatch
+from tests.dispatch.stand_in import ragged_on_cpus
 from tests.quick import quick_jit
+
+__all__ = ["ragged_on_cpus"]
 
 DEVICES, T, K, E, D = 4, 6, 3, 8, 5
 
@@ -103,22 +105,9 @@ def compiled(setup, align=4, cell_factor=0.0, row_factor=0.0):
     return quick_jit(sharded(local, mesh, (spec,) * 4, Results(*(spec,) * 8)))
 
 
-def stand_in(x, out, send_from, send_rows, to_peer_at, receive_rows, *, axis_name):
-    """`lax.ragged_all_to_all` by showing everyone everything; a row that no source writes keeps what stands in `out`."""
-    x, starts, sizes, targets = (lax.all_gather(a, axis_name) for a in (x, send_from, send_rows, to_peer_at))
-    me, row = lax.axis_index(axis_name), jnp.arange(out.shape[0])
-    for source in range(x.shape[0]):
-        start, size, target = (a[source, me] for a in (starts, sizes, targets))
-        inside = (row >= target) & (row < target + size)
-        taken = x[source][jnp.clip(row - target + start, 0, x.shape[1] - 1)]
-        out = jnp.where(inside.reshape((-1,) + (1,) * (out.ndim - 1)), taken, out)
-    return out
-
-
 @pytest.fixture(autouse=True)
-def ragged_on_cpus(monkeypatch):
-    if jax.default_backend() == "cpu":
-        monkeypatch.setattr(lax, "ragged_all_to_all", stand_in)
+def everywhere(ragged_on_cpus):
+    """Every transport runs here."""
 
 
 def distinct(rng, low=0, high=E):
