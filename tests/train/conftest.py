@@ -43,6 +43,9 @@ MODELS = dict(
         kv_latent_dim=12, num_experts=8, top_k=2, num_groups=4, top_groups=2, aux_coefficient=0.05,
     ),
 )  # fmt: skip
+MODELS["windowed"] = dataclasses.replace(
+    MODELS["gqa"], attention=dataclasses.replace(MODELS["gqa"].attention, num_kv_heads=4, sliding_window=3)
+)
 
 
 def tiny_config(model: str | ModelConfig = "gqa", *, accumulation: int = 1, **sections) -> RunConfig:

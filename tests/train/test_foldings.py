@@ -64,6 +64,8 @@ CASES += [
     ),
     Case((2, 1, 4), (1, 4, 2), "alltoall", "gqa", zero=3, accumulation=2, recompute=LAYER),
 ]
+# With the above, every way of context parallelism at cp 2 and at cp 4; and a window.
+CASES.append(Case((2, 4, 1), (2, 4, 1), "allgather", "windowed", zero=3, accumulation=2, context="ulysses"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
