@@ -11,15 +11,17 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mesh import build_mesh, collectives, fold, sharded
+from mesh import build_mesh, fold, sharded
 from moex import dispatch
+from tests.dispatch.linear import through_linear_experts
+from tests.dispatch.stand_in import ragged_on_cpus
 from tests.quick import quick_jit
+
+__all__ = ["ragged_on_cpus"]
 
 DEVICES, T, K, E, D = 4, 6, 3, 8, 5
 
@@ -73,26 +75,13 @@ class Results(NamedTuple):
 def compiled(setup, align=4, cell_factor=0.0, row_factor=0.0):
     """(x, weights, experts, cotangent of y) -> Results: rows through the linear experts and back, and gradients."""
     folded = fold(dict(dp=DEVICES), dict(edp=setup.edp, ep=setup.ep, etp=setup.etp))
-    name, ep = setup.transport, folded.expert.ep
-    num_local = E // setup.ep
+    name = setup.transport
 
     def local(x, w, experts, cotangent):
         factors = dict(cell_factor=cell_factor, row_factor=row_factor)
         plan = dispatch.plan(name, experts, E, folded, align=align, **factors)
 
-        def there_and_back(x, w):
-            rows, weights = dispatch.send(name, x, plan, folded), dispatch.send_pairs(name, w, plan, folded)
-            ends = jnp.cumsum(plan.sizes_e)
-            row = jnp.arange(rows.shape[0])
-            expert = (row[:, None] >= ends[None]).sum(axis=1)
-            known = jnp.minimum(expert, num_local - 1)
-            real = (expert < num_local) & (row - (ends - plan.sizes_e)[known] < plan.counts_e[known])
-            factor = collectives.axis_index(ep) * num_local + known + 1
-            # Every etp rank computes a part of the experts' width, so the parts of a linear expert sum to the whole.
-            out = rows * (weights * factor / setup.etp)[:, None]
-            out = jnp.where(real[:, None], out, jnp.nan)  # what a kernel leaves in pad rows is nobody's business
-            return dispatch.combine(name, out, plan, folded), (rows, weights)
-
+        there_and_back = functools.partial(through_linear_experts, name, plan, E, folded)
         y, pull, (rows, weights) = jax.vjp(there_and_back, x, w, has_aux=True)
         dx, dw = pull(cotangent)
         one = lambda a: a[None]
@@ -103,22 +92,9 @@ def compiled(setup, align=4, cell_factor=0.0, row_factor=0.0):
     return quick_jit(sharded(local, mesh, (spec,) * 4, Results(*(spec,) * 8)))
 
 
-def stand_in(x, out, send_from, send_rows, to_peer_at, receive_rows, *, axis_name):
-    """`lax.ragged_all_to_all` by showing everyone everything; a row that no source writes keeps what stands in `out`."""
-    x, starts, sizes, targets = (lax.all_gather(a, axis_name) for a in (x, send_from, send_rows, to_peer_at))
-    me, row = lax.axis_index(axis_name), jnp.arange(out.shape[0])
-    for source in range(x.shape[0]):
-        start, size, target = (a[source, me] for a in (starts, sizes, targets))
-        inside = (row >= target) & (row < target + size)
-        taken = x[source][jnp.clip(row - target + start, 0, x.shape[1] - 1)]
-        out = jnp.where(inside.reshape((-1,) + (1,) * (out.ndim - 1)), taken, out)
-    return out
-
-
 @pytest.fixture(autouse=True)
-def ragged_on_cpus(monkeypatch):
-    if jax.default_backend() == "cpu":
-        monkeypatch.setattr(lax, "ragged_all_to_all", stand_in)
+def everywhere(ragged_on_cpus):
+    """Every transport runs here."""
 
 
 def distinct(rng, low=0, high=E):

@@ -1,38 +1,8 @@
 """One step on a folded mesh is the step of one device: loss, statistics, every parameter's gradient, every replica."""
 
-from typing import NamedTuple
-
-import jax
-import numpy as np
 import pytest
 
-from moex.config import MemoryConfig, ParallelConfig
-
-
-class Case(NamedTuple):
-    """A folding of eight devices, and what else differs from the step that it is compared with."""
-
-    dense: tuple[int, int, int]  # dp, cp, tp
-    expert: tuple[int, int, int]  # edp, ep, etp
-    transport: str
-    model: str
-    zero: int
-    accumulation: int
-    context: str = "gather"
-    recompute: tuple[str, ...] = ()
-    skewed: bool = False
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        (dp, cp, tp), (edp, ep, etp) = self.dense, self.expert
-        sizes = dict(dp=dp, cp=cp, tp=tp, edp=edp, ep=ep, etp=etp)
-        return ParallelConfig(**sizes, zero=self.zero, transport=self.transport, context=self.context)
-
-    def __str__(self):
-        parts = ["x".join(map(str, self.dense)), "x".join(map(str, self.expert)), self.transport, self.model]
-        how = [f"zero{self.zero}", f"acc{self.accumulation}", self.context, *self.recompute, *["skewed"] * self.skewed]
-        return "-".join([*parts, *how])
-
+from tests.train.folded import Case, differences
 
 LAYER, PARTS, DENSE_PARTS = ("layer",), ("attention", "moe"), ("attention", "mlp", "experts")
 # Each dense folding with either model and either ZeRO, each kind of expert folding, each transport and way of context
@@ -70,45 +40,10 @@ CASES += [
     Case((1, 2, 4), (1, 2, 4), "allgather", "quantile", zero=1, accumulation=4),
     Case((4, 1, 2), (1, 4, 2), "alltoall", "sinkhorn", zero=1, accumulation=1, recompute=PARTS),
 ]
+# With the above, every way of context parallelism at cp 2 and at cp 4; and a window.
+CASES.append(Case((2, 4, 1), (2, 4, 1), "allgather", "windowed", zero=3, accumulation=2, context="ulysses"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_step_equals_one_device(harness, case):
-    config = harness.config(
-        case.model,
-        accumulation=case.accumulation,
-        parallel=case.parallel,
-        memory=MemoryConfig(recompute=case.recompute),
-    )
-    here = harness.one_step(config, 8, case.skewed)
-    there = harness.one_step(harness.on_one_device(config), 1, case.skewed)
-    if case.skewed:
-        assert (here.metrics["expert_counts"][:, 1] >= 0.4 * here.metrics["expert_counts"].sum(axis=1)).all()
-    jax.tree.map(np.testing.assert_array_equal, here.before.params, there.before.params)
-    losses = ("loss", "lm_loss", "aux_loss", "sequence_loss", "global_loss", "z_loss", "grad_norm")
-    for name in there.metrics.keys() & set(losses):
-        np.testing.assert_allclose(here.metrics[name], there.metrics[name], rtol=1e-6, err_msg=name)
-    for name in ("valid_tokens", "expert_counts", "applied", "skipped", "overflow", "dropped"):
-        np.testing.assert_array_equal(here.metrics[name], there.metrics[name], err_msg=name)
-    np.testing.assert_allclose(here.after.router_bias, there.after.router_bias, rtol=0, atol=1e-7)
-
-    def close(path, ours, theirs):
-        name, largest = jax.tree_util.keystr(path), np.abs(theirs).max()
-        assert largest > 0, name
-        assert np.abs(ours - theirs).max() <= 1e-5 * largest, f"{name}: {np.abs(ours - theirs).max() / largest}"
-
-    jax.tree_util.tree_map_with_path(close, here.change, there.change)
-    assert_replicas_equal(here.state)
-
-
-def assert_replicas_equal(state):
-    """All copies of a shard hold the same bits."""
-
-    def check(path, array):
-        first = {}
-        for shard in array.addressable_shards:
-            value = np.asarray(shard.data)
-            kept = first.setdefault(str(shard.index), value)
-            assert kept.tobytes() == value.tobytes(), f"{jax.tree_util.keystr(path)} on {shard.device}"
-
-    jax.tree_util.tree_map_with_path(check, state)
+def test_step_equals_one_device(case):
+    assert not differences(case).problems()

@@ -22,6 +22,7 @@ FOLDINGS = {
     "dp2-cp2-tp2": ParallelConfig(cp=2, tp=2, zero=3),
     "tp8": ParallelConfig(tp=8),
     "dp4-tp2-ep4-etp2": ParallelConfig(tp=2, ep=4, etp=2, transport="alltoall"),
+    "cp4-tp2-edp2-ep2-etp2-zero3": ParallelConfig(cp=4, tp=2, ep=2, etp=2, transport="alltoall", zero=3),
 }
 
 

@@ -1,0 +1,324 @@
+"""Every op that the step calls on weights or activations, with small arguments: see `check.Case`.
+
+Two devices; B rows, S tokens of a row, D model width, N heads, H head width, E experts, k choices, R rows of a device's
+expert-sorted buffer, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from mesh import collectives
+from mesh.vma import typed, unvary
+from moex import dispatch
+from moex.config import AttentionConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
+from moex.layers import blockwise, param
+from moex.layers.attention import attend
+from moex.layers.blockwise import Places
+from moex.layers.experts import Experts
+from moex.layers.gqa import GroupedQueryAttention
+from moex.layers.mla import LatentAttention
+from moex.layers.mlp import MLP
+from moex.layers.moe import MoE, Steering
+from moex.layers.norm import RMSNorm
+from moex.layers.rope import rotate
+from moex.layers.router import Router, balance_loss, route, z_loss
+from moex.layers.tokens import Tokens
+from moex.models.decoder import embed
+from moex.train.loss import cross_entropy_sum
+from pallas_kernels import grouped_matmul, vma
+from tests.replicated.check import Case, part
+
+B, S, D, N, H, F, E, K, R, V = 4, 8, 8, 4, 4, 6, 4, 2, 10, 12
+
+SEGMENTS = np.array([[1] * 5 + [2] * 3, [1] * 2 + [2] * 4 + [0] * 2, [1] * 8, [1, 1, 2, 3, 3, 3, 0, 0]], np.int32)
+INDEX = np.tile(np.arange(S, dtype=np.int32), (B, 1))
+PLACES = dict(segments=SEGMENTS, positions=INDEX % 3, index=INDEX)
+tokens_of = lambda inputs: Tokens(inputs["segments"], inputs["positions"], inputs["index"])
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def whole(seed, *shape):
+    """Small whole numbers: float32 sums of their products are exact in any order."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+def module_case(module, call, inputs, **options):
+    """A module's call, (bound module, inputs, fold) -> outputs, on drawn weights."""
+    declared = param.declarations(module)
+    values = jax.device_get(param.initial_values(declared, 3, 0.3, 1))
+    bound = lambda fold, weights, inputs: call(nnx.merge(nnx.graphdef(module), weights), inputs, fold)
+    return Case(bound, values, inputs, declared=declared, **options)
+
+
+# --- the dense layers -------------------------------------------------------------------------------------------------
+
+
+def attentions():
+    gqa = AttentionConfig(num_heads=N, num_kv_heads=2, head_dim=H, qk_norm=True)
+    windowed = AttentionConfig(num_heads=N, num_kv_heads=2, head_dim=H, sliding_window=3, rope=RopeConfig(factor=4.0))
+    mla = AttentionConfig(
+        kind="mla", num_heads=N, head_dim=H, rope_dim=2, value_dim=3, q_latent_dim=6, kv_latent_dim=5,
+        rope=RopeConfig(interleaved=True),
+    )  # fmt: skip
+    call = lambda module, inputs, fold: module(inputs["x"], tokens_of(inputs), fold)
+    inputs = dict(x=normal(0, B, S, D)) | PLACES
+    over_tp = dict(axis="tp", whole=tuple(PLACES), communicates=True)
+    over_cp = dict(axis="cp", communicates=True)
+    for name, config, methods in (("gqa", gqa, ("gather", "ring", "ulysses")), ("mla", mla, ("ulysses",))):
+        kind = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[name]
+        yield f"{name} on dp", module_case(kind(D, config, 1e-6), call, inputs)
+        yield f"{name} on tp", module_case(kind(D, config, 1e-6), call, inputs, **over_tp)
+        for method in methods:
+            yield (
+                f"{name} on cp by {method}",
+                module_case(kind(D, config, 1e-6, context=method), call, inputs, **over_cp),
+            )
+    module = GroupedQueryAttention(D, windowed, 1e-6, context="ring")
+    yield "windowed gqa on cp by ring", module_case(module, call, inputs, **over_cp)
+
+
+def dense_layers():
+    norm = lambda module, inputs, fold: module(inputs["x"])
+    yield "rms norm", module_case(RMSNorm(D, 1e-6), norm, dict(x=normal(0, B, S, D)))
+    turned = lambda fold, weights, inputs: rotate(inputs["x"] * weights, inputs["positions"], RopeConfig())
+    yield "rope", Case(turned, normal(1, 1, 1, N, H), dict(x=normal(0, B, S, N, H), positions=INDEX))
+
+    def mixed(fold, weights, inputs, *, blocks):
+        q, k, v = (inputs[name] * weights[name] for name in "qkv")
+        if not blocks:
+            return attend(q, k, v, tokens_of(inputs), tokens_of(inputs), scale=0.5, window=5, ordered=True)
+        places = Places(inputs["segments"], inputs["index"])
+        return blockwise.attention(q, k, v, places, places, scale=0.5, window=0, ordered=True, block_size=3)
+
+    weights = {name: normal(i, 1, 1, 1, H) for i, name in enumerate("qkv")}
+    inputs = {name: normal(i, B, S, n, H) for i, (name, n) in enumerate(zip("qkv", (N, 2, 2), strict=True))} | PLACES
+    yield "attend", Case(functools.partial(mixed, blocks=False), weights, inputs)
+    yield "attention by blocks", Case(functools.partial(mixed, blocks=True), weights, inputs)
+
+    mlp = lambda module, inputs, fold: module(inputs["x"], fold)
+    yield "mlp on dp", module_case(MLP(D, F), mlp, dict(x=normal(0, B, S, D)))
+    yield "mlp on tp", module_case(MLP(D, F), mlp, dict(x=normal(0, B, S, D)), axis="tp", communicates=True)
+
+
+def ends():
+    ids = np.random.default_rng(2).integers(0, V, (B, S)).astype(np.int32)
+    head = dict(w=param.Declaration(shape=(V, D), axes=("tp", None)))
+    embedded = lambda fold, weights, inputs: embed(inputs["ids"], weights["w"], fold)
+    for axis, options in dict(dp={}, tp=dict(whole=("ids",), communicates=True)).items():
+        given = dict(axis=axis, declared=head, exact=True) | options
+        yield f"embed on {axis}", Case(embedded, dict(w=whole(0, V, D)), dict(ids=ids), **given)
+
+    def cross_entropy(fold, weights, inputs):
+        nll = cross_entropy_sum(
+            inputs["x"], weights["w"], inputs["labels"], inputs["mask"], fold, vocab_size=V - 1, chunk_tokens=5
+        )
+        return collectives.psum(nll, fold.dense.dp)
+
+    inputs = dict(x=normal(0, B, S, D), labels=ids % (V - 1), mask=ids % 4 > 0)
+    for axis, options in dict(dp={}, tp=dict(whole=("labels", "mask"))).items():
+        given = dict(axis=axis, declared=head, communicates=True) | options
+        yield f"cross entropy on {axis}", Case(cross_entropy, dict(w=normal(1, V, D)), inputs, **given)
+
+
+# --- routing, dispatch, experts ---------------------------------------------------------------------------------------
+
+ROUTERS = {
+    "softmax": RouterConfig(num_experts=E, top_k=K),
+    "sigmoid": RouterConfig(
+        num_experts=E, top_k=K, score_function="sigmoid", num_groups=2, top_groups=1, group_score_top=2
+    ),
+}
+EXPERT_VIEWS = {  # transport, expert view of the two devices
+    "local": dict(edp=2),
+    "local, width split": dict(etp=2),
+    "allgather": dict(ep=2),
+    "alltoall": dict(ep=2),
+    "ragged": dict(ep=2),
+}
+TRAINED = dict(
+    dropping=RouterConfig(num_experts=E, top_k=2, capacity_factor=1.0, jitter=0.1, sequence_coefficient=1.0),
+    forced=RouterConfig(num_experts=E, top_k=2, forced="skew", global_coefficient=1.0),
+    sinkhorn=RouterConfig(num_experts=E, top_k=2, selection="sinkhorn", aux_coefficient=0),
+    quantile=RouterConfig(
+        num_experts=E, top_k=2, selection="quantile", aux_coefficient=0, score_function="sqrtsoftplus"
+    ),
+)
+MOE_VIEWS = {name: EXPERT_VIEWS[name] for name in ("local", "allgather", "alltoall")}
+SIZES = np.array([[3, 0, 4, 1], [0, 5, 0, 5]], np.int32)  # rows of each expert on each device; two rows past the last
+
+
+def on_each_device(function, inputs):
+    """One device holds the blocks of both, so that an expert's rows are sorted within each block."""
+    return jnp.stack([function({name: x[i] for name, x in inputs.items()}) for i in range(len(inputs["sizes"]))])
+
+
+def experts():
+    for name, reason in grouped_matmul.implementations().items():
+        if reason:
+            continue  # the table's own test says which implementations run here
+        product = functools.partial(grouped_matmul.grouped_matmul, implementation=name)
+        call = lambda fold, w, inputs, product=product: on_each_device(lambda i: product(i["x"], w, i["sizes"]), inputs)
+        inputs = dict(x=whole(0, 2, R, D), sizes=SIZES)
+        yield f"grouped matmul by {name}", Case(call, whole(1, E, D, F), inputs, exact=True)
+    call = lambda module, inputs, fold: on_each_device(lambda i: module(i["x"], i["weights"], i["sizes"]), inputs)
+    inputs = dict(x=normal(0, 2, R, D), weights=normal(1, 2, R), sizes=SIZES)
+    yield "experts", module_case(Experts(D, F, E), call, inputs)
+
+    chosen = np.stack([np.random.default_rng(t).permutation(E + 1)[:K] for t in range(B * S)]).astype(np.int32)
+    inputs = dict(x=whole(0, B * S, D), w=whole(1, B * S, K), experts=chosen)
+    for name, view in EXPERT_VIEWS.items():
+        yield (
+            f"dispatch by {name}",
+            Case(
+                functools.partial(moved, name.split(",")[0]),
+                whole(2, 1, D),
+                inputs,
+                expert=view,
+                exact=True,
+                communicates=True,
+            ),
+        )
+
+
+def moved(transport, fold, weights, inputs):
+    """Rows to their experts, which multiply by the router's weight and one of their own, and back."""
+    transport = transport if fold.names else "local"
+    plan = dispatch.plan(transport, inputs["experts"], E, fold, align=2)
+    rows = dispatch.send(transport, inputs["x"] * weights, plan, fold)
+    pairs = dispatch.send_pairs(transport, inputs["w"], plan, fold)
+    # Each rank of a width split computes a part of the sum; a power of two keeps values exact.
+    return dispatch.combine(transport, rows * pairs[:, None] / fold.size(fold.expert.etp), plan, fold)
+
+
+def routers():
+    for name, config in ROUTERS.items():
+
+        def call(module, inputs, fold, config=config):
+            logits, axes = module(inputs["x"]), fold.dense.tokens
+            routing = route(logits, None, config, mask_T=inputs["real"])
+            return (
+                routing.weights_Tk,
+                balance_loss(logits, inputs["real"], config, axes=axes),
+                z_loss(logits, inputs["real"], axes=axes),
+            )
+
+        inputs = dict(x=normal(0, B * S, D), real=SEGMENTS.reshape(-1) > 0)
+        yield f"{name} router", module_case(Router(D, config), call, inputs, communicates=True)
+
+    for name, view in MOE_VIEWS.items():
+        config = ModelConfig(d_model=D, expert_width=F, shared_width=F, router=ROUTERS["sigmoid"])
+        module = MoE(config, ParallelConfig(transport=name.split(",")[0]))
+        yield f"moe by {name}", module_case(module, moe, dict(x=normal(0, B, S, D), real=SEGMENTS > 0), **over(view))
+
+    for name, router in TRAINED.items():
+        config = ModelConfig(d_model=D, expert_width=F, router=router)
+        module = MoE(config, ParallelConfig(transport="alltoall"))
+        inputs = dict(x=normal(0, B, S, D), segments=SEGMENTS)
+        yield f"moe in training, {name}", module_case(module, trained_moe, inputs, **over(MOE_VIEWS["alltoall"]))
+
+
+def trained_moe(module, inputs, fold):
+    if not fold.names:
+        module.transport = "local"
+    steering = Steering(np.zeros(E, np.float32), np.arange(E, dtype=np.int32), jax.random.key(1))
+    y, stats = module(inputs["x"], steering, inputs["segments"], fold, training=True)
+    return y, stats.balance_loss, stats.sequence_loss, stats.global_loss, stats.z_loss
+
+
+def over(view):
+    return dict(expert=view, communicates=True)
+
+
+def moe(module, inputs, fold):
+    if not fold.names:
+        module.transport = "local"
+    y, stats = module(inputs["x"], np.linspace(-0.2, 0.2, E, dtype=np.float32), inputs["real"], fold)
+    return y, stats.balance_loss, stats.z_loss
+
+
+# --- collectives, each followed by what makes other devices' rows count -----------------------------------------------
+
+
+def collective_cases():
+    x, mixing = whole(0, B, 6), whole(1, B, 2 * B)
+    own = lambda x, fold, dim=0: part(x, fold.dense.dp, dim)
+    products = lambda w, i: jnp.einsum("rn,rd->nd", i["mixing"], i["x"] * w)
+    shift = lambda x: jnp.roll(x, 3, axis=0) * jnp.arange(1.0, x.shape[0] + 1)[:, None]
+
+    def all_gather(fold, w, i):
+        return own(shift(collectives.all_gather(i["x"] * w, fold.dense.dp, dim=0)), fold)
+
+    def psum(fold, w, i):
+        return collectives.psum((i["x"] * w).sum(axis=0), fold.dense.dp)[None] * i["x"]
+
+    def pmax(fold, w, i):
+        return collectives.pmax(lax.stop_gradient(i["x"] * w).max(axis=0), fold.dense.dp)[None] * i["x"] * w
+
+    def psum_scatter(fold, w, i):
+        return collectives.psum_scatter(products(w, i), fold.dense.dp, dim=0)
+
+    def all_to_all(fold, w, i):
+        columns = collectives.all_to_all(i["x"] * w, fold.dense.dp, split_dim=1, concat_dim=0)
+        return collectives.all_to_all(shift(columns), fold.dense.dp, split_dim=0, concat_dim=1)
+
+    def gather_whole(fold, w, i):
+        return i["x"] * collectives.gather(w, (), fold.dense.dp, 0, jnp.float32)
+
+    def gather_shards(fold, w, i):
+        return i["x"] * collectives.gather(own(w, fold, 1), fold.dense.dp, (), 1, jnp.float32)
+
+    def reduce_gradient(fold, w, i):
+        return collectives.reduce_gradient(products(w, i), fold.dense.dp, (), 0)
+
+    def reduce_replicated(fold, w, i):
+        return collectives.reduce_gradient((i["x"] * w).sum(axis=0), (), fold.dense.dp, 0)[None] * i["x"]
+
+    for call in (all_gather, psum, pmax, all_to_all, gather_whole, gather_shards, reduce_replicated):
+        yield f"collective {call.__name__}", Case(call, whole(2, 1, 6), dict(x=x), exact=True, communicates=True)
+    for call in (psum_scatter, reduce_gradient):
+        inputs = dict(x=x, mixing=mixing)
+        yield f"collective {call.__name__}", Case(call, whole(2, 1, 6), inputs, exact=True, communicates=True)
+
+
+# --- kernels that lose types ------------------------------------------------------------------------------------------
+
+
+def host_matmul(a, b):
+    """Stands for a kernel: what comes back is typed as equal on all devices, whatever went in."""
+    shape = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+    return jax.pure_callback(lambda a, b: np.asarray(a) @ np.asarray(b), shape, a, b)
+
+
+def kernel_case(forward, backward, end) -> Case:
+    """A matmul by a kernel, forward and backward; `end` (cotangent, argument) ends each backward rule."""
+    op = jax.custom_vjp(forward)
+    op.defvjp(
+        lambda x, w: (forward(x, w), (x, w)),
+        lambda kept, g: (end(backward(g, kept[1].T), kept[0]), end(backward(kept[0].T, g), kept[1])),
+    )
+    call = lambda fold, w, inputs: jnp.square(op(inputs["x"], w["w"]) + w["bias"])
+    weights = dict(w=whole(1, D, F), bias=whole(2, 1, F))
+    return Case(call, weights, dict(x=whole(0, B, D)), exact=True)
+
+
+def kernels():
+    yield "kernel made to keep types", kernel_case(typed(host_matmul), typed(host_matmul), unvary)
+
+    def aligned(fold, w, inputs):
+        x, w = vma.align(inputs["x"], w)
+        return x * w
+
+    yield "align", Case(aligned, whole(0, 1, D), dict(x=whole(1, B, D)), exact=True)
+
+
+CASES: dict[str, Case] = dict(
+    case for cases in (attentions, dense_layers, ends, experts, routers, collective_cases, kernels) for case in cases()
+)
