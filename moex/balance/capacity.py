@@ -80,8 +80,8 @@ def _ranks(experts_Tk, weights_Tk, num_experts: int, policy: str, order_T):
     worth_P = -lax.stop_gradient(weights_Tk).reshape(-1).astype(jnp.float32)
     keys = (expert_P, worth_P, order_P) if policy == "probability" else (expert_P, order_P)
     sorted_P = lax.sort((*keys, pair_P), num_keys=len(keys))
-    starts_E = jnp.searchsorted(sorted_P[0], jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    rank_P = pair_P - starts_E[sorted_P[0]]
+    counts_E = jnp.zeros((num_experts + 1,), jnp.int32).at[expert_P].add(1)
+    rank_P = pair_P - (jnp.cumsum(counts_E) - counts_E)[sorted_P[0]]
     return jnp.zeros_like(pair_P).at[sorted_P[-1]].set(rank_P, unique_indices=True).reshape(num_tokens, top_k)
 
 
