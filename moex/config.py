@@ -178,8 +178,13 @@ class ParallelConfig:
     rank sees every token of its ep group. alltoall: static cells between every two ranks. ragged: exact sizes (GPUs)."""
     cell_factor: float = 0.0
     """alltoall: rows of a cell, in units of those of balanced routing; 0 takes the worst case, which cannot overflow."""
+    spill_factor: float = 0.0
+    """alltoall: rows that a device may send by way of others when cells are full, in units of balanced routing."""
     row_factor: float = 0.0
     """Rows of a device's expert buffer, in units of balanced routing; 0 takes the worst case, which cannot overflow."""
+    rungs: int = 3
+    """Buffer sizes that are compiled when the factors are finite: those given, then growing ones, the last the worst case.
+    A step that overflows one is run again with the next, and gives the bits it would have given there at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,6 +201,8 @@ class TrainConfig:
     """Tokens of a row (S)."""
     seed: int = 0
     """Of initial values and data order."""
+    run_ahead: int = 1
+    """Steps that are enqueued before the numbers of an earlier one are read."""
     loss_chunk_tokens: int = 2048
     """Logits are held for this many tokens of a device at a time."""
 

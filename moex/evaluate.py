@@ -1,6 +1,7 @@
 """Loss on held-out text, exact: every predictable token once, weighed alike."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,17 +19,28 @@ class Evaluation(NamedTuple):
     tokens: int
 
 
-def evaluate(program: Program, state: TrainState, batches: Batches, *, max_rows: int) -> Evaluation:
+def evaluate(programs: Sequence[Program], state: TrainState, batches: Batches, *, max_rows: int) -> Evaluation:
     """Mean -log p of the held-out tokens in the first rows of `batches`, as many as `max_rows` and the batch size allow.
 
-    The rows read are always the same ones, so values of one run compare. Raises ValueError when no token is predictable.
+    The rows read are always the same ones, so values of one run compare.
+
+    programs: with rising buffer sizes, the last of which cannot overflow; a batch is read again with the next where one
+    does. Raises ValueError when no token is predictable.
     """
+    program = programs[0]
     num = min(batches.num_eval_batches, max(1, max_rows // batches.windows_per_step))
     sums = []
     for i in range(num):
         batch = place_batch(lambda rows, i=i: batches.eval_batch(i, rows), 0, program.batch)
         sums.append(program.eval(state.params, state.router_bias, batch))
-    losses, counts = zip(*jax.device_get(sums), strict=True)
+    sums = jax.device_get(sums)
+    for larger in programs[1:]:
+        for i in range(num):
+            if sums[i][2]:
+                batch = place_batch(lambda rows, i=i: batches.eval_batch(i, rows), 0, program.batch)
+                sums[i] = jax.device_get(larger.eval(state.params, state.router_bias, batch))
+    losses, counts, overflows = zip(*sums, strict=True)
+    assert not any(overflows), "the last program cannot overflow"
     tokens = sum(int(c) for c in counts)
     if not tokens:
         raise ValueError("the held-out text has no token to predict")

@@ -1,15 +1,16 @@
 """The training loop, its order of operations in plain sight.
 
 The loop enqueues step n + 1 before it reads the numbers of step n, so devices never wait for the host; it catches up
-before it evaluates or saves.
+before it evaluates or saves. A step whose buffers overflowed left the state as it was, and so did those enqueued behind
+it: the loop goes back to it with larger buffers.
 """
 
 import collections
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -27,6 +28,7 @@ from moex.observe.progress import Progress
 from moex.observe.report import write_report
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
+from moex.train.rungs import Rungs, ladder
 from moex.train.state import TrainState
 from moex.validate import check_on, resolve_fold
 
@@ -47,8 +49,8 @@ def run(config: RunConfig, start: Start) -> int:
     check_on(config, fold, jax.default_backend())
     data, folder = startup.load_data(config), Path(config.run_folder)
     startup.check_existing(folder, config, data)
-    program = build(config, fold)
-    derived = startup.derive(program, data)
+    programs = [build(rung, fold) for rung in ladder(config)]
+    derived = startup.derive(programs[0], data)
     if jax.process_index() == 0:
         _print_table(startup.table(config, derived))
         startup.write_inputs(folder, config, derived)
@@ -63,7 +65,7 @@ def run(config: RunConfig, start: Start) -> int:
             log = stack.enter_context(RunLog(folder))
             options = dict(every=config.observe.log_every, unigram_entropy=data.unigram_entropy)
             progress = stack.enter_context(Progress(config.train.steps, first, **options))
-        code = _Loop(program, data, derived, checkpoints, log, progress).run(first)
+        code = _Loop(programs, data, derived, checkpoints, log, progress).run(first)
     if jax.process_index() == 0 and code == EXIT_DONE:
         print(f"{'run folder':>16}  {folder}\n{'report':>16}  {write_report(folder)}")
     return code
@@ -80,35 +82,51 @@ class _Silent:
         return lambda *args, **kwargs: None
 
 
+class Pending(NamedTuple):
+    """A step that was enqueued and not read yet; rung: the buffer size it runs with."""
+
+    step: int
+    rung: int
+    metrics: Any
+
+
 class _Loop:
     """What the loop holds beside the model's state: the steps not yet read, and the clock."""
 
-    def __init__(self, program: Program, data: startup.Data, derived: Mapping[str, Any], checkpoints, log, progress):
-        self.program, self.data, self.derived = program, data, derived
+    def __init__(
+        self, programs: Sequence[Program], data: startup.Data, derived: Mapping[str, Any], checkpoints, log, progress
+    ):
+        self.programs, self.program, self.data, self.derived = programs, programs[0], data, derived
         self.checkpoints, self.log, self.progress = checkpoints, log, progress
-        self.pending: collections.deque[tuple[int, Any]] = collections.deque()
+        self.rungs = Rungs(len(programs))
+        self.pending: collections.deque[Pending] = collections.deque()
         self.skips, self.clock = 0, 0.0
         self.held_out: float | None = None
 
     def run(self, first: int) -> int:
-        steps, observe = self.program.config.train.steps, self.program.config.observe
+        train, observe = self.program.config.train, self.program.config.observe
+        steps, run_ahead = train.steps, train.run_ahead
         state = self._start(first)
-        step_function = self._compile()
+        step_functions = self._compile()
+        preempted = False
         with contextlib.closing(Prefetch(self._batch, first)) as batches:
             self.clock = time.perf_counter()
-            for n in range(first, steps):
-                batch = batches.get(n)
+            n = first
+            while n < steps:
+                batch, rung = batches.get(n), self.rungs.of(n)
                 with jax.transfer_guard("disallow"):
-                    state, metrics = step_function(state, batch)
-                self.pending.append((n, metrics))
+                    state, metrics = step_functions[rung](state, batch)
+                self.pending.append(Pending(n, rung, metrics))
                 done, last = n + 1, n + 1 == steps
-                preempted = multihost_utils.reached_preemption_sync_point(n)
+                preempted = multihost_utils.reached_preemption_sync_point(n) or preempted
                 saving = last or preempted or self.checkpoints.due(done)
                 evaluating = bool(observe.eval_every) and (last or done % observe.eval_every == 0)
-                if len(self.pending) > 1:
-                    self._record({})
-                if saving or evaluating:
-                    jax.block_until_ready(metrics)
+                pausing = saving or evaluating
+                failed = self._record_until(0 if pausing else run_ahead, keep_last=pausing)
+                if failed is not None:
+                    n = failed  # the steps behind it left the state alone, too
+                    continue
+                if pausing:
                     ready = time.perf_counter()  # the step's own time ends before its evaluation
                     self._record(self._evaluate(state) if evaluating and not preempted else {}, ready)
                 if saving:
@@ -118,8 +136,9 @@ class _Loop:
                     self.log.event("preempted", step=done)
                     self.progress.note(f"preempted: saved after step {done}")
                     return EXIT_PREEMPTED
-                if saving or evaluating:
+                if pausing:
                     self.clock = time.perf_counter()  # pauses don't count as time of the next step
+                n = done
         self._sample(state)
         self.log.event("finish", step=steps)
         return EXIT_DONE
@@ -138,33 +157,58 @@ class _Loop:
         return self.checkpoints.restore(self.program.state, first)
 
     def _compile(self):
-        began = time.perf_counter()
-        compiled = self.program.train.lower(self.program.state, self.program.batch).compile()
-        self.log.event("compile", seconds=time.perf_counter() - began)
+        """The step for every buffer size; the state and batches of all are alike."""
+        compiled = []
+        for rung, program in enumerate(self.programs):
+            began = time.perf_counter()
+            compiled.append(program.train.lower(program.state, program.batch).compile())
+            self.log.event("compile", rung=rung, seconds=time.perf_counter() - began)
         return compiled
 
     def _batch(self, step: int):
         return place_batch(lambda rows: self.data.train.batch(step, rows), step, self.program.batch)
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
-        result = evaluate(self.program, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
+        result = evaluate(self.programs, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
         self.held_out = result.loss
         return dict(eval_loss=result.loss, eval_tokens=result.tokens)
 
+    def _record_until(self, ahead: int, *, keep_last: bool) -> int | None:
+        """Reads pending steps, oldest first, until only `ahead` are left, and the last one unread but known to be applied.
+
+        Returns the step to run again when one has overflowed; it and those behind it are no longer pending then.
+        """
+        while len(self.pending) > max(ahead, keep_last):
+            if (failed := self._overflowed()) is not None:
+                return failed
+            self._record({})
+        return self._overflowed() if keep_last else None
+
+    def _overflowed(self) -> int | None:
+        """Waits for the oldest pending step. Its number when it was not applied: then nothing is pending any more."""
+        oldest = self.pending[0]
+        if jax.device_get(oldest.metrics["applied"]):
+            return None
+        values = jax.device_get({name: x for name, x in oldest.metrics.items() if x.ndim == 0})
+        rung = self.rungs.overflowed(oldest.step, oldest.rung)
+        needs = {name: float(x) for name, x in values.items() if name.startswith("need_")}
+        self.log.event("retry", step=oldest.step, rung=rung, overflow=int(values["overflow"]), **needs)
+        self.pending.clear()
+        return oldest.step
+
     def _record(self, extra: Mapping[str, Any], ready: float | None = None) -> None:
-        """Waits for the oldest pending step, then logs it.  Raises RuntimeError when it says that training must end."""
-        n, metrics = self.pending.popleft()
+        """Logs the oldest pending step, which was applied.  Raises RuntimeError when it says that training must end."""
+        n, rung, metrics = self.pending.popleft()
         values = jax.device_get(metrics)
         ready = ready or time.perf_counter()
         seconds, self.clock = ready - self.clock, ready
-        if not values.pop("applied"):
-            raise RuntimeError(f"step {n} was not applied: {values['overflow']} rows overflowed the transport's budget")
+        del values["applied"]
         rate, devices = float(values["valid_tokens"]) / seconds, self.derived["num_devices"]
         flops = self.derived["flops_per_token"]
         record = {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | dict(
             tokens_per_s=rate, model_tflops=rate * flops / devices / 1e12,
             mfu=mfu(flops, rate, devices, self.derived["peak_flops"]),
-            step_s=seconds, time=time.time(), **extra,
+            rung=rung, step_s=seconds, time=time.time(), **extra,
         )  # fmt: skip
         self.log.step(record)
         self.progress.update(record)
@@ -179,7 +223,7 @@ class _Loop:
         if not observe.sample_tokens:
             return
         prompt = list(observe.sample_prompt.encode())[-self.program.config.train.seq_len :]
-        text = self.data.corpus.decode(generate(self.program, state, prompt, observe.sample_tokens))
+        text = self.data.corpus.decode(generate(self.programs[-1], state, prompt, observe.sample_tokens))
         step = self.program.config.train.steps
         self.log.event("sample", step=step, prompt=observe.sample_prompt, text=text)
         self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")

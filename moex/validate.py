@@ -186,6 +186,8 @@ def _train_problems(config: RunConfig) -> list[str]:
         loss_chunk_tokens=train.loss_chunk_tokens,
     )  # fmt: skip
     problems += [f"train.{name}={value} must be at least 1" for name, value in numbers.items() if value < 1]
+    if train.run_ahead < 1:
+        problems.append(f"train.run_ahead={train.run_ahead} must be at least 1")
     if train.seq_len < 2:
         problems.append(f"train.seq_len={train.seq_len} must be at least 2")
     if train.accumulation >= 1 and train.batch_size % train.accumulation:
@@ -248,6 +250,13 @@ def _parallel_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"parallel.cell_factor={parallel.cell_factor} has no effect with transport {parallel.transport}"
         )
+    if parallel.spill_factor and not parallel.cell_factor:
+        problems.append(
+            f"parallel.spill_factor={parallel.spill_factor} has no effect with cell_factor=0: worst-case cells never fill"
+        )
+    problems += _negative("parallel", spill_factor=parallel.spill_factor)
+    if parallel.rungs < 2:
+        problems.append(f"parallel.rungs={parallel.rungs} must be at least 2: the sizes given, and the worst case")
     for name in ("cell_factor", "row_factor"):
         if (factor := getattr(parallel, name)) and factor < 1:
             problems.append(

@@ -6,19 +6,24 @@ before they are dispatched, each rank computes its part of the experts' width, a
 
 from types import ModuleType
 
+import jax.numpy as jnp
+from jax import lax
+
 from mesh import collectives
 from mesh.fold import Fold
 from moex.dispatch import allgather, alltoall, local, ragged
 from moex.dispatch.budget import Budget, budget, within_capacity, worst_case
-from moex.dispatch.plan import Plan
+from moex.dispatch.plan import Need, Plan
 
 __all__ = [
     "TRANSPORTS",
     "Budget",
+    "Need",
     "Plan",
     "budget",
     "combine",
     "plan",
+    "relative_need",
     "send",
     "send_pairs",
     "unavailable",
@@ -38,25 +43,37 @@ def unavailable(transport: str, platform: str) -> str:
 
 def plan(
     transport: str, experts_Tk, num_experts: int, fold: Fold, *,
-    cell_factor: float = 0.0, row_factor: float = 0.0, align: int = 1, capacity: int = 0, pad: bool = False,
+    cell_factor: float = 0.0, spill_factor: float = 0.0, row_factor: float = 0.0, align: int = 1,
+    capacity: int = 0, pad: bool = False,
 ) -> Plan:  # fmt: skip
     """Plans one dispatch: chosen experts of this device's tokens (int32 [T, k]) -> index maps.
 
-    cell_factor, row_factor, align: see `moex.dispatch.budget.budget`.  capacity: most rows that an expert gets from the
-    rows of a batch that one data-parallel rank has; 0 when there is no such limit.  pad: give it that many always.
+    cell_factor, spill_factor, row_factor, align: see `moex.dispatch.budget.budget`.  capacity: most rows that an expert
+    gets from the rows of a batch that one data-parallel rank has; 0 when there is no such limit.  pad: give it that many.
     """
     ep, etp = fold.expert.ep, fold.expert.etp
     experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
     (num_tokens, top_k), ranks = experts_Tk.shape, fold.size(ep)
     sizes = budget(
-        num_tokens, top_k, ranks, num_experts // ranks, cell_factor=cell_factor, row_factor=row_factor, align=align
-    )
+        num_tokens, top_k, ranks, num_experts // ranks,
+        cell_factor=cell_factor, spill_factor=spill_factor, row_factor=row_factor, align=align,
+    )  # fmt: skip
     if capacity:
         # Ranks of the context and tensor axes hold parts of the same rows, which have one capacity together.
         row_sets = lambda axes: fold.size(tuple(a for a in axes if a in fold.dense.dp))
         cell, whole = capacity * row_sets(etp), capacity * row_sets(ep + etp)
         sizes = within_capacity(sizes, num_experts // ranks, cell, whole, pad=pad)
     return TRANSPORTS[transport].plan(experts_Tk, num_experts, sizes, ep)
+
+
+def relative_need(plan: Plan, num_pairs: int, fold: Fold):
+    """`Need` of this device in the units of the factors of `plan`, float32 [3]: so many times those of balanced routing.
+
+    num_pairs: this device's (token, choice) pairs, before expert tensor parallelism gathers them.
+    """
+    pairs = num_pairs * fold.size(fold.expert.etp)
+    units = jnp.array([pairs / fold.size(fold.expert.ep), pairs, pairs], jnp.float32)
+    return lax.stop_gradient(jnp.stack(plan.need).astype(jnp.float32) / units)
 
 
 def send(transport: str, x_TD, plan: Plan, fold: Fold):

@@ -11,12 +11,14 @@ import math
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
     """cell_rows: of each cell of an all-to-all.  rows: of the expert-sorted buffer.  align: of its experts' starts.
+    spill_rows: that a rank may send by way of others when cells are full, and as many that it may get so.
     expert_rows: every expert stands in exactly this many rows, a multiple of `align`; 0 gives each what it needs.
     """
 
     cell_rows: int
     rows: int
     align: int
+    spill_rows: int = 0
     expert_rows: int = 0
 
 
@@ -33,19 +35,25 @@ def budget(
     num_local: int,
     *,
     cell_factor: float = 0.0,
+    spill_factor: float = 0.0,
     row_factor: float = 0.0,
     align: int = 1,
 ) -> Budget:
-    """Cells and rows of so many times the balanced ones, never above the worst case; a factor of 0 is the worst case.
+    """Cells, spill and rows of so many times the balanced ones, never above the worst case.
 
+    A factor of 0 is the worst case for cells and rows, and none for the spill, which worst-case cells don't need.
     Raises ValueError for a negative factor.
     """
-    if cell_factor < 0 or row_factor < 0:
-        raise ValueError(f"cell_factor={cell_factor} and row_factor={row_factor} must not be negative")
+    if min(cell_factor, spill_factor, row_factor) < 0:
+        raise ValueError(
+            f"cell_factor={cell_factor}, spill_factor={spill_factor} and row_factor={row_factor} must not be negative"
+        )
     worst, pairs = worst_case(num_tokens, top_k, num_ranks, num_local, align), num_tokens * top_k
     cell_rows = math.ceil(pairs * cell_factor / num_ranks) if cell_factor else worst.cell_rows
     rows = _aligned(math.ceil(pairs * row_factor), num_local, align) if row_factor else worst.rows
-    return Budget(cell_rows=min(cell_rows, worst.cell_rows), rows=min(rows, worst.rows), align=align)
+    cell_rows = min(cell_rows, worst.cell_rows)
+    spill_rows = 0 if cell_rows == worst.cell_rows else math.ceil(pairs * spill_factor)
+    return Budget(cell_rows=cell_rows, rows=min(rows, worst.rows), align=align, spill_rows=spill_rows)
 
 
 def within_capacity(budget: Budget, num_local: int, cell_capacity: int, capacity: int, *, pad: bool) -> Budget:

@@ -17,6 +17,7 @@ step that it happens in is not applied.
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 class Plan(Protocol):
@@ -37,12 +38,27 @@ class Plan(Protocol):
         """int32: pairs that found no room on this device."""
         ...
 
+    @property
+    def need(self) -> "Need":
+        """What this device would have needed."""
+        ...
+
+
+class Need(NamedTuple):
+    """int32 each, of one device: rows of its fullest cell, rows that it spills or that spill to one rank, rows of its
+    expert buffer. A lower bound where something upstream had no room.
+    """
+
+    cell: jax.Array
+    spill: jax.Array
+    rows: jax.Array
+
 
 class Rows(NamedTuple):
     """Where rows go inside one device; itself a plan, of the transport `local`.
 
     token_of_row_R: source token of each row, or -1.  pair_of_row_R: source pair (token k + choice), or -1.
-    row_of_pair_Tk: each pair's row, or -1.
+    row_of_pair_Tk: each pair's row, or -1.  rows_needed: all experts' rows with alignment, room or not.
     """
 
     token_of_row_R: jax.Array
@@ -51,19 +67,25 @@ class Rows(NamedTuple):
     counts_e: jax.Array
     sizes_e: jax.Array
     overflow: jax.Array
+    rows_needed: jax.Array
+
+    @property
+    def need(self) -> Need:
+        return Need(jnp.int32(0), jnp.int32(0), self.rows_needed)
 
 
 class Routes(NamedTuple):
     """The plan of a transport that moves single rows between ranks.
 
     sent: this device's pairs, sorted by destination.  received: what arrives, sorted by local expert.  sent_overflow:
-    int32, pairs that weren't sent for want of room.  sizes: what else the transport's exchange needs.
+    int32, pairs that weren't sent for want of room.  need: see `Plan`.  extra: what else the transport's exchange needs.
     """
 
     sent: Rows
     received: Rows
     sent_overflow: jax.Array
-    sizes: Any = ()
+    need: Need
+    extra: Any = ()
 
     @property
     def counts_e(self) -> jax.Array:

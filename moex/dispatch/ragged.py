@@ -46,21 +46,22 @@ def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Routes:
     sizes = Sizes(from_nn[me], rows_nn[me], at_nn[me], rows_nn[:, me], at_nn[:, me], from_nn[:, me])
     arrived = _there(local.local_experts(experts_Tk, pairs, num_local), sizes, budget.rows, ep) - 1
     overflow = (wanted_nn - rows_nn)[me].sum(dtype=jnp.int32)
-    return Routes(pairs, local.plan(arrived, num_local, budget), overflow, sizes)
+    received = local.plan(arrived, num_local, budget)
+    return Routes(pairs, received, overflow, received.need, sizes)
 
 
 def send(x_TD, plan: Routes, ep: Axes):
-    return local.send(_exchange(local.send(x_TD, plan.sent), plan.sizes, _slots(plan), ep), plan.received)
+    return local.send(_exchange(local.send(x_TD, plan.sent), plan.extra, _slots(plan), ep), plan.received)
 
 
 def send_pairs(weights_Tk, plan: Routes, ep: Axes):
     rows_P1 = local.send_pairs(weights_Tk, plan.sent)[:, None]
-    return local.send_pairs(_exchange(rows_P1, plan.sizes, _slots(plan), ep), plan.received)
+    return local.send_pairs(_exchange(rows_P1, plan.extra, _slots(plan), ep), plan.received)
 
 
 def combine(rows_RD, plan: Routes, ep: Axes):
     num_pairs = plan.sent.pair_of_row_R.shape[0]
-    back = _exchange(local.combine(rows_RD, plan.received), _reverse(plan.sizes), num_pairs, ep)
+    back = _exchange(local.combine(rows_RD, plan.received), _reverse(plan.extra), num_pairs, ep)
     return local.combine(back, plan.sent)
 
 

@@ -39,7 +39,8 @@ class MoEStats(NamedTuple):
     sequence_loss, global_loss: 0 where their coefficient is.  counts_E: tokens that chose each expert, dropped or not.
     plain_E: choices without bias and groups, as balance losses count them.  dropped: (token, choice) pairs beyond a
     capacity.  not_finite: real tokens with a router logit that isn't finite.  offsets_E: thresholds of quantile balancing,
-    float32; 0 without it.  experts_BSk: choices of this device's tokens, or None where they weren't asked for.
+    float32; 0 without it.  need: float32 [3], the cell, spill and rows (`dispatch.Need`) of the device that needs most, in
+    units of balanced routing.  experts_BSk: choices of this device's tokens, or None where they weren't asked for.
     """
 
     balance_loss: jax.Array
@@ -52,6 +53,7 @@ class MoEStats(NamedTuple):
     dropped: jax.Array
     not_finite: jax.Array
     offsets_E: jax.Array
+    need: jax.Array
     experts_BSk: jax.Array | None = None
 
 
@@ -60,7 +62,9 @@ class MoE(nnx.Module):
 
     def __init__(self, config: ModelConfig, parallel: ParallelConfig = ParallelConfig()):  # noqa: B008 (frozen)
         self.router_config, self.transport = config.router, parallel.transport
-        self.factors = dict(cell_factor=parallel.cell_factor, row_factor=parallel.row_factor)
+        self.factors = dict(
+            cell_factor=parallel.cell_factor, spill_factor=parallel.spill_factor, row_factor=parallel.row_factor
+        )
         self.router = Router(config.d_model, config.router)
         self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
         if config.shared_width:
@@ -109,6 +113,7 @@ class MoE(nnx.Module):
         stats = stats._replace(
             overflow=collectives.psum(plan.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
+            need=collectives.pmax(dispatch.relative_need(plan, wanted_Tk.size, fold), axes),
             experts_BSk=wanted_Tk.reshape(*x_BSD.shape[:2], -1) if record else None,
         )
         if hasattr(self, "shared"):
@@ -169,6 +174,7 @@ class MoE(nnx.Module):
             dropped=jnp.int32(0),
             not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
             offsets_E=jnp.zeros((config.num_experts,), jnp.float32),
+            need=jnp.zeros((3,), jnp.float32),
         )
         if training and config.selection == "quantile":
             by_row = lambda x: x.reshape(*segments_BS.shape, *x.shape[1:])

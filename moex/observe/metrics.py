@@ -39,6 +39,10 @@ STEP_FIELDS = {
 OPTIONAL_FIELDS = {
     "sequence_loss": "balance loss of each document by itself",
     "global_loss": "balance loss with the choices of the step's earlier micro-batches",
+    "need_cell": "rows that the fullest all-to-all cell needed, in units of balanced routing",
+    "need_spill": "rows that were over their cells, of one device, in units of balanced routing",
+    "need_rows": "rows that the fullest expert buffer needed, in units of balanced routing",
+    "rung": "which of the rising buffer sizes the step ran with, 0 the smallest",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",
     "sample_ids": "numbers of the samples in the batch",

@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
-    micro-batches, offsets_LE over micro-batches; counts are sums.
+    micro-batches, offsets_LE over micro-batches; counts are sums; need is the most of any.
     """
 
     lm_loss: Leaf
@@ -60,6 +60,11 @@ class Sums(NamedTuple):
     dropped: Leaf
     not_finite: Leaf
     offsets_LE: Leaf
+    need: Leaf
+
+    def joined(self, other: "Sums") -> "Sums":
+        """Of the micro-batches of both."""
+        return jax.tree.map(jnp.add, self, other)._replace(need=jnp.maximum(self.need, other.need))
 
 
 def batch_specs(fold: Fold, *, replay: bool = False) -> Batch:
@@ -153,6 +158,7 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
         counts_LE=stats.counts_E,
         plain_LE=stats.plain_E,
         offsets_LE=stats.offsets_E * share,
+        need=stats.need.max(axis=0),
         **{name: getattr(stats, name).sum() for name in ("overflow", "dropped", "not_finite")},
     )
 
@@ -161,7 +167,8 @@ def no_sums(shape_LE: tuple[int, int]) -> Sums:
     """`Sums` of nothing: zeros."""
     none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
     zeros = dict.fromkeys(("overflow", "dropped", "not_finite"), jnp.int32(0))
-    return Sums(none, none, none, none, none, counts, counts, offsets_LE=counts.astype(jnp.float32), **zeros)
+    floats = dict(offsets_LE=counts.astype(jnp.float32), need=jnp.zeros((3,), jnp.float32))
+    return Sums(none, none, none, none, none, counts, counts, **zeros, **floats)
 
 
 def steer(config: RunConfig, bias_LE, micro: Batch, *, seen_LE=None, key=None) -> Steering:
@@ -209,8 +216,9 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
             start = jax.tree.map(zeros, jax.eval_shape(micro_gradients, *first))
 
             def add(total, at):
-                micro, number = at
-                return jax.tree.map(jnp.add, total, micro_gradients(micro, number, total[2].plain_LE)), None
+                (grads, loss, sums), (micro, number) = total, at
+                more, more_loss, more_sums = micro_gradients(micro, number, sums.plain_LE)
+                return (jax.tree.map(jnp.add, grads, more), loss + more_loss, sums.joined(more_sums)), None
 
             numbers = jnp.arange(config.train.accumulation, dtype=jnp.int32)
             (grads, loss, sums), _ = lax.scan(add, start, (micros, numbers))
@@ -266,6 +274,8 @@ def make_train_step(
         router = config.model.router
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
+        if config.model.num_moe_layers:
+            metrics |= dict(zip(("need_cell", "need_spill", "need_rows"), sums.need, strict=True))
         return _where(go, after, state), metrics
 
     return step
@@ -285,16 +295,24 @@ def _where(condition, new, old):
 
 
 def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
-    """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number), over all devices."""
+    """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number, overflow), over all devices.
+
+    With an overflow above 0 the sum is not to be used.
+    """
     enter = entering(config, decoder, fold)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
         params = entered(enter, shards)
-        add = lambda total, micro: (total + nll_sum(config, decoder, fold, params, bias_LE, micro)[0], None)
-        nll, _ = lax.scan(add, jnp.float32(0), batch._replace(step=None))
-        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
 
-    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=(PartitionSpec(), PartitionSpec()))
+        def add(total, micro):
+            nll, stats = nll_sum(config, decoder, fold, params, bias_LE, micro)
+            overflow = jnp.int32(0) if stats is None else stats.overflow.sum()
+            return (total[0] + nll, total[1] + overflow), None
+
+        (nll, overflow), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), batch._replace(step=None))
+        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp), overflow
+
+    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=(PartitionSpec(),) * 3)
 
 
 def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:

@@ -32,6 +32,8 @@ class Setup(NamedTuple):
     transport: str
     ep: int = 1
     etp: int = 1
+    cell: float = 0.0
+    spill: float = 0.0
 
     @property
     def edp(self):
@@ -46,10 +48,12 @@ SETUPS = [
     Setup("alltoall", ep=4),
     Setup("alltoall", ep=2),
     Setup("alltoall", ep=2, etp=2),
+    Setup("alltoall", ep=4, cell=0.25, spill=4.0),
+    Setup("alltoall", ep=2, etp=2, cell=0.5, spill=2.0),
     Setup("ragged", ep=4),
     Setup("ragged", ep=2, etp=2),
 ]
-name_of = lambda s: f"{s.transport}-ep{s.ep}-etp{s.etp}"
+name_of = lambda s: f"{s.transport}-ep{s.ep}-etp{s.etp}" + (f"-cell{s.cell}-spill{s.spill}" if s.spill else "")
 every_setup = pytest.mark.parametrize("setup", SETUPS, ids=name_of)
 TRANSPORTED = {setup.transport for setup in SETUPS}
 
@@ -72,13 +76,14 @@ class Results(NamedTuple):
 
 
 @functools.cache
-def compiled(setup, align=4, cell_factor=0.0, row_factor=0.0):
+def compiled(setup, align=4, cell_factor=None, row_factor=0.0):
     """(x, weights, experts, cotangent of y) -> Results: rows through the linear experts and back, and gradients."""
     folded = fold(dict(dp=DEVICES), dict(edp=setup.edp, ep=setup.ep, etp=setup.etp))
     name = setup.transport
 
     def local(x, w, experts, cotangent):
-        factors = dict(cell_factor=cell_factor, row_factor=row_factor)
+        cells = setup.cell if cell_factor is None else cell_factor
+        factors = dict(cell_factor=cells, spill_factor=setup.spill, row_factor=row_factor)
         plan = dispatch.plan(name, experts, E, folded, align=align, **factors)
 
         there_and_back = functools.partial(through_linear_experts, name, plan, E, folded)
@@ -257,6 +262,8 @@ TIGHT = [
     (Setup("allgather", ep=4), dict(row_factor=2.0)),
     (Setup("alltoall", ep=4), dict(cell_factor=2.0)),
     (Setup("alltoall", ep=4), dict(cell_factor=2.0, row_factor=2.0)),
+    (Setup("alltoall", ep=4, spill=1.0), dict(cell_factor=0.5, row_factor=2.0)),
+    (Setup("alltoall", ep=4, spill=0.7), dict(cell_factor=1.0)),
     (Setup("ragged", ep=4), dict(row_factor=2.0)),
 ]
 
