@@ -72,7 +72,7 @@ def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, *, sca
 
 
 def _by_head(x, groups: tuple[int, int] | None = None):
-    """[B, S, N, ...] -> [B, K, N / K, S, ...], or [B, T, K, H] -> [B, K, T, H]: plain matmuls a head, whatever the back end."""
+    """[B, S, N, ...] -> [B, K, N / K, S, ...], or [B, T, K, H] -> [B, K, T, H]: a matmul a head on every back end."""
     if groups is None:
         return x.transpose(0, 2, 1, 3)
     return jnp.moveaxis(x.reshape(*x.shape[:2], *groups, *x.shape[3:]), 1, 3)
