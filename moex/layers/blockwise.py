@@ -159,6 +159,7 @@ def _row_by_row(function, *arrays):
     """On CPUs one row after the other, whose blocks then stay in the cache; elsewhere all rows at once."""
 
     def rows(*arrays):
+        # A barrier, since XLA:CPU vectorises no exp whose fusion also reads a row through the loop's index.
         one = lambda row: jax.tree.map(
             lambda x: x[0], function(*jax.tree.map(lambda x: x[None], lax.optimization_barrier(row)))
         )
