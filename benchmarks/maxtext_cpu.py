@@ -108,7 +108,7 @@ def run_maxtext(python: Path, steps: int, folder: str) -> dict:
         f"steps={steps}", *SETTINGS, *SHAPE,
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
-    seconds, losses, peak = [], [], 0
+    seconds, losses = [], []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
@@ -119,8 +119,8 @@ def run_maxtext(python: Path, steps: int, folder: str) -> dict:
             if match := re.search(r"completed step: (\d+), seconds: ([\d.]+).*?loss: ([\d.]+)", line):
                 seconds.append(float(match[2]))
                 losses.append(float(match[3]))
-        process.wait()
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        _, status, usage = os.wait4(process.pid, 0)  # of this child alone: RUSAGE_CHILDREN holds moex's peak too
+        process.returncode, peak = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
     if process.returncode or len(seconds) < 4:
         raise RuntimeError(f"MaxText ended with {process.returncode}:\n{''.join(lines[-30:])}")
     return dict(seconds=seconds[2:], loss=losses[-1], peak=peak)

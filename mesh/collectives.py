@@ -1,5 +1,7 @@
 """Collectives over a view axis: a tuple of mesh axes. Over the empty tuple each is the identity.
 
+Those that move data are skipped over a single device too: XLA would choose layouts for them and copy.
+
 All run inside `jax.shard_map(check_vma=True)`; array arguments are one device's shards.
 """
 
@@ -28,6 +30,8 @@ def all_gather(x, axes: Axes, *, dim: int):
     if not axes:
         return x
     x = vary(x, axes)
+    if axis_size(axes) == 1:
+        return x
     return _gathered(x, axes, dim) if _inexact(x) else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -49,6 +53,8 @@ def psum_scatter(x, axes: Axes, *, dim: int):
     if not axes:
         return x
     x = vary(x, axes)
+    if axis_size(axes) == 1:
+        return x
     return _scattered(x, axes, dim) if _inexact(x) else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
@@ -76,7 +82,8 @@ def _inexact(x) -> bool:
 
 def all_to_all(x, axes: Axes, *, split_dim: int, concat_dim: int):
     """Sends the i-th part of `split_dim` to device i and concatenates what arrives along `concat_dim`."""
-    return lax.all_to_all(vary(x, axes), axes, split_dim, concat_dim, tiled=True) if axes else x
+    x = vary(x, axes)
+    return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True) if axis_size(axes) > 1 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -42,14 +42,15 @@ class QueryRows(NamedTuple):
 
 def block(q, k, v, queries: Places, keys: Places, *, scale: float, window: int) -> Part:
     """Queries [B, S, N, H] over one block of keys and values [B, T, K, H]; a query that sees none comes out 0."""
-    scores, seen = _scores(q, k, queries, keys, scale, window)
+    groups = k.shape[2], q.shape[2] // k.shape[2]
+    scores = _scores(_by_head(q, groups), _by_head(k), scale)
+    seen = _seen(queries, keys, window)
+    scores = jnp.where(seen, scores, _MASKED)
     top = scores.max(axis=-1)
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
-    total = weights.sum(axis=-1)
-    mixed = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    rows_first = lambda x: x.transpose(0, 3, 1, 2).reshape(q.shape[:3])
-    floor = jnp.maximum(rows_first(total), 1e-30)
-    return Part(mixed.reshape(*q.shape[:3], v.shape[-1]) / floor[..., None], rows_first(top) + jnp.log(floor))
+    floor = jnp.maximum(weights.sum(axis=-1), 1e-30)
+    mixed = _dot(_flat(weights.astype(v.dtype)), _by_head(v), 1).reshape(*floor.shape, -1) / floor[..., None]
+    return Part(_by_token(mixed), _by_token(top + jnp.log(floor)))
 
 
 def merge(a: Part, b: Part) -> Part:
@@ -60,29 +61,52 @@ def merge(a: Part, b: Part) -> Part:
 
 def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, *, scale: float, window: int):
     """(dq, dk, dv) that one block contributes, float32."""
-    groups = (*rows.q.shape[:2], k.shape[2], -1)
-    scores, seen = _scores(rows.q, k, queries, keys, scale, window)
-    heads_first = lambda x: x.reshape(groups).transpose(0, 2, 3, 1)[..., None]
-    grouped = lambda x: x.astype(jnp.float32).reshape(*groups, x.shape[-1])
-    weights = jnp.where(seen, jnp.exp(scores - heads_first(rows.lse)), 0)
-    dv = jnp.einsum("bkgst,bskgh->btkh", weights, grouped(rows.g))
-    dweights = jnp.einsum("bskgh,btkh->bkgst", grouped(rows.g), v.astype(jnp.float32))
-    dscores = weights * (dweights - heads_first(rows.delta)) * scale
-    dq = jnp.einsum("bkgst,btkh->bskgh", dscores, k.astype(jnp.float32)).reshape(rows.q.shape)
-    dk = jnp.einsum("bkgst,bskgh->btkh", dscores, grouped(rows.q))
-    return dq, dk, dv
+    groups = k.shape[2], rows.q.shape[2] // k.shape[2]
+    q, g, lse, delta = (_by_head(x, groups) for x in rows)
+    q, g, k, v = *(x.astype(jnp.float32) for x in (q, g)), *(_by_head(x.astype(jnp.float32)) for x in (k, v))
+    weights = jnp.where(_seen(queries, keys, window), jnp.exp(_scores(q, k, scale) - lse[..., None]), 0)
+    dscores = weights * (_dot(_flat(g), v, 2).reshape(weights.shape) - delta[..., None]) * scale
+    dv, dk = (_dot(_flat(x), _flat(y), 1, over_rows=True) for x, y in ((g, weights), (q, dscores)))  # [B, K, H, T]
+    dq = _dot(_flat(dscores), k, 1).reshape(q.shape)
+    return _by_token(dq), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
 
 
-def _scores(q, k, queries: Places, keys: Places, scale: float, window: int):
-    """Scaled products [B, K, N / K, S, T], -1e30 where unseen, and what is seen, broadcastable to them."""
+def _by_head(x, groups: tuple[int, int] | None = None):
+    """[B, S, N, ...] -> [B, K, N / K, S, ...], or [B, T, K, H] -> [B, K, T, H]: a matmul a head on every back end."""
+    if groups is None:
+        return x.transpose(0, 2, 1, 3)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], *groups, *x.shape[3:]), 1, 3)
+
+
+def _by_token(x):
+    """The way back: [B, K, N / K, S, ...] -> [B, S, N, ...]."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _flat(x):
+    """[B, K, N / K, S, ...] -> [B, K, (N / K) S, ...]: the rows that share a key-value head."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _dot(a, b, dim: int, *, over_rows: bool = False):
+    """Products of each head, float32: a's last dim (or its rows) with `dim` of the b's two."""
+    dims = ((2 if over_rows else 3,), (dim + 1,))
+    return lax.dot_general(a, b, (dims, ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+
+
+def _scores(q, k, scale: float):
+    """Scaled products [B, K, N / K, S, T]."""
+    return _dot(_flat(q), k, 2).reshape(*q.shape[:4], k.shape[2]) * scale
+
+
+def _seen(queries: Places, keys: Places, window: int):
+    """Which keys a query sees, broadcastable to its scores."""
     distance = queries.index[:, :, None] - keys.index[:, None, :]
     seen = (distance >= 0) & (queries.segments[:, :, None] == keys.segments[:, None, :])
     if window:
         seen &= distance < window
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32) * scale
-    seen = seen[:, None, None]
-    return jnp.where(seen, scores, _MASKED), seen
+    return seen[:, None, None]
 
 
 def attention(q, k, v, queries: Places, keys: Places, *, scale: float, window: int, ordered: bool, block_size: int):
@@ -135,7 +159,10 @@ def _row_by_row(function, *arrays):
     """On CPUs one row after the other, whose blocks then stay in the cache; elsewhere all rows at once."""
 
     def rows(*arrays):
-        one = lambda row: jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
+        # A barrier, since XLA:CPU vectorises no exp whose fusion also reads a row through the loop's index.
+        one = lambda row: jax.tree.map(
+            lambda x: x[0], function(*jax.tree.map(lambda x: x[None], lax.optimization_barrier(row)))
+        )
         return lax.map(one, arrays)
 
     return lax.platform_dependent(*arrays, cpu=rows, default=function)

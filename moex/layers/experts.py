@@ -3,6 +3,8 @@
 R rows, e experts of this device, D model width, F expert width of this device (over etp).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,9 +24,15 @@ def expert_mlp(rows_RD, weights_R, sizes_e, gate_up_eDgF, down_eFD):
     """
     num_experts, d_model, _, width = gate_up_eDgF.shape
     flat = gate_up_eDgF.reshape(num_experts, d_model, 2 * width)
-    gate_up = grouped_matmul(rows_RD, flat, sizes_e).astype(jnp.float32)
-    hidden = jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:] * weights_R[:, None]
-    return grouped_matmul(hidden.astype(rows_RD.dtype), down_eFD, sizes_e)
+    hidden_RF = _weighted_swiglu(grouped_matmul(rows_RD, flat, sizes_e), weights_R)
+    return grouped_matmul(hidden_RF, down_eFD, sizes_e)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _weighted_swiglu(gate_up_RF, weights_R):
+    """[R, 2 F] -> [R, F] in the same dtype. Only its inputs are kept: what lies between is cheaper to compute again."""
+    gate_RF, up_RF = jnp.split(gate_up_RF.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate_RF) * up_RF * weights_R[:, None]).astype(gate_up_RF.dtype)
 
 
 class Experts(nnx.Module):

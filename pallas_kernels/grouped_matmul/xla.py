@@ -4,8 +4,9 @@ R rows, E groups, K and N the matrix dims, m rows of a tile. Work is that of R +
 groups. Tiles are cut at the groups' own starts, so groups need no alignment: a tile that reaches past its group is masked
 and what stood there before is kept. A row's bits depend on that row and its group's matrix only.
 
-On CPUs the loop over a group's tiles runs as often as the group needs (the group's matrix is read once). Elsewhere, where
-a loop whose length the host doesn't know would wait for it, a static list of R / m + E tiles is walked.
+On CPUs the loop over a group's tiles runs as often as the group needs (the group's matrix is read once); a group's first
+rows go four tiles at a time, whole and unmasked, since each product arranges its matrix anew. Elsewhere, where a loop
+whose length the host doesn't know would wait for it, a static list of R / m + E tiles is walked.
 """
 
 import functools
@@ -19,6 +20,7 @@ from pallas_kernels.vma import axes_of, cast_to
 _ROWS = (((1,), (0,)), ((), ()))  # [m, K] x [K, N]
 _TRANSPOSED = (((1,), (1,)), ((), ()))  # [m, N] x [K, N] over N
 _OUTER = (((0,), (0,)), ((), ()))  # [m, K] x [m, N] over m
+_WIDE = 4  # tiles at a time
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -55,8 +57,14 @@ def _by_rows(x_RK, w_EKN, sizes_E, m, dims, out_dtype):
     def loops(x_RK, w_EKN, sizes_E, out_RN):
         def group(out_RN, one):
             w_KN, start, size = one
-            step = lambda i, out_RN: tile(out_RN, w_KN, start + i * m, start + size)
-            return lax.fori_loop(0, -(-size // m), step, out_RN), None
+
+            def wide(at, out_RN):
+                y = lax.dot_general(_rows(x_RK, at, _WIDE * m), w_KN, dims, preferred_element_type=jnp.float32)
+                return lax.dynamic_update_slice_in_dim(out_RN, y.astype(out_dtype), at, axis=0)
+
+            return _walk(
+                x_RK.shape[0], start, size, m, wide, lambda at, out: tile(out, w_KN, at, start + size), out_RN
+            ), None
 
         return lax.scan(group, out_RN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0]
 
@@ -80,8 +88,13 @@ def _by_groups(x_RK, g_RN, sizes_E, m):
     def loops(x_RK, g_RN, sizes_E):
         def group(_, one):
             start, size = one
-            step = lambda i, total_KN: total_KN + tile(start + i * m, start + size)
-            return None, lax.fori_loop(0, -(-size // m), step, zeros(*shape))
+
+            def wide(at, total_KN):
+                x_Km = lax.optimization_barrier(_rows(x_RK, at, _WIDE * m).T)  # or XLA:CPU walks it by columns
+                return total_KN + jnp.dot(x_Km, _rows(g_RN, at, _WIDE * m), preferred_element_type=jnp.float32)
+
+            narrow = lambda at, total_KN: total_KN + tile(at, start + size)
+            return None, _walk(x_RK.shape[0], start, size, m, wide, narrow, zeros(*shape))
 
         return lax.scan(group, None, (jnp.cumsum(sizes_E) - sizes_E, sizes_E))[1]
 
@@ -94,6 +107,16 @@ def _by_groups(x_RK, g_RN, sizes_E, m):
         return lax.scan(step, zeros(sizes_E.shape[0], *shape), _tile_list(sizes_E, m, x_RK.shape[0]))[0]
 
     return lax.platform_dependent(x_RK, g_RN, sizes_E, cpu=loops, default=static_list)
+
+
+def _walk(num_rows: int, start, size, m: int, wide, narrow, carry):
+    """A group's rows in their order: `wide(first row, carry)` for every four whole tiles, `narrow` for the tiles left."""
+    done = jnp.zeros_like(size)
+    if num_rows >= _WIDE * m:
+        many = size // (_WIDE * m)
+        carry = lax.fori_loop(0, many, lambda i, carry: wide(start + i * _WIDE * m, carry), carry)
+        done = many * _WIDE
+    return lax.fori_loop(done, -(-size // m), lambda i, carry: narrow(start + i * m, carry), carry)
 
 
 def _tile_list(sizes_E, m: int, num_rows: int):
