@@ -124,6 +124,18 @@ CONFIGURATIONS = {
     "--parallel.transport=alltoall": ["parallel.transport=alltoall", "parallel.ep=1", "set it to local"],
     "--parallel.ep=2 --parallel.transport=ragged": ["parallel.transport=ragged", "use alltoall or allgather"],
     "--parallel.context=ring": ["parallel.context=ring has no effect with parallel.cp=1", "set it to gather"],
+    "--parallel.ep=2 --parallel.transport=alltoall --parallel.spill-factor=0.5": [
+        "parallel.spill_factor=0.5 has no effect with cell_factor=0"],
+    "--parallel.rungs=1": ["parallel.rungs=1 must be at least 2"],
+    "--train.run-ahead=0": ["train.run_ahead=0 must be at least 1"],
+    "--model.router.selection=sinkhorn": ["model.router.selection=sinkhorn", "['aux_coefficient']", "set them to 0"],
+    "--model.router.selection=quantile --model.router.aux-coefficient=0 --model.router.bias-rate=0.1": [
+        "model.router.bias_rate=0.1 has no effect with selection=quantile"],
+    "--model.router.bias-centred True": ["model.router.bias_centred has no effect with bias_rate=0"],
+    "--model.router.pad-to-capacity True": ["model.router.pad_to_capacity needs a capacity"],
+    "--model.router.jitter=1": ["model.router.jitter=1.0", "below 1"],
+    "--model.router.forced=skew --model.router.jitter=0.1": ["model.router.jitter=0.1 has no effect on forced=skew"],
+    "--model.router.capacity-factor=-1": ["model.router.capacity_factor=-1.0 must be at least 0"],
     "--parallel.cell-factor=1.5": ["parallel.cell_factor=1.5 has no effect with transport local"],
     "--model.router.top-k=9": ["top_k=9", "num_experts=8"],
     "--model.router.num-groups=3": ["num_experts=8", "num_groups=3"],

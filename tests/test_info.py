@@ -65,7 +65,7 @@ def test_presets_have_the_published_numbers_of_parameters(facts, preset, billion
 
 
 def test_choices_are_those_of_the_configuration(facts):
-    assert facts["routers"]["score_functions"] == ["softmax", "sigmoid"]
+    assert facts["routers"]["score_functions"] == ["softmax", "sigmoid", "sqrtsoftplus"]
     assert facts["compute_dtypes"] == ["float32", "bfloat16"]
     assert facts["zero"] == [1, 3]
 
