@@ -182,6 +182,12 @@ class ParallelConfig:
     """alltoall: rows that a device may send by way of others when cells are full, in units of balanced routing."""
     row_factor: float = 0.0
     """Rows of a device's expert buffer, in units of balanced routing; 0 takes the worst case, which cannot overflow."""
+    echo_slots: int = 0
+    """Spare expert slots of a device that hold clones of other devices' hot experts (ECHO); 0 leaves clones out."""
+    echo_cap: float = 1.1
+    """ECHO: rows of a device from which on its hottest experts are cloned, in units of balanced routing."""
+    echo_hot: int = 2
+    """ECHO: experts of a device that may be cloned."""
     rungs: int = 3
     """Buffer sizes that are compiled when the factors are finite: those given, then growing ones, the last the worst case.
     A step that overflows one is run again with the next, and gives the bits it would have given there at once."""

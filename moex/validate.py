@@ -60,6 +60,9 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
         _divides("model.expert_width", model.expert_width, "etp", size("etp")),
         _divides("model.shared_width", model.shared_width, "tp", size("tp")),
     ]
+    if config.parallel.echo_slots:
+        part = model.d_model * model.expert_width // size("etp")
+        problems.append(_divides("d_model x expert_width / etp, which clones are cut from,", part, "ep", size("ep")))
     if model.num_dense_layers:
         problems.append(_divides("model.dense_width", model.dense_width, "tp", size("tp")))
     kv, tp = attention.num_kv_heads, size("tp")
@@ -255,6 +258,18 @@ def _parallel_problems(config: RunConfig) -> list[str]:
             f"parallel.spill_factor={parallel.spill_factor} has no effect with cell_factor=0: worst-case cells never fill"
         )
     problems += _negative("parallel", spill_factor=parallel.spill_factor)
+    if parallel.echo_slots < 0 or parallel.echo_hot < 1 or not 1 <= parallel.echo_cap < 1024:
+        problems.append(
+            f"parallel: echo_slots={parallel.echo_slots} must be at least 0, echo_hot={parallel.echo_hot} at least 1, "
+            f"echo_cap={parallel.echo_cap} at least 1"
+        )
+    if parallel.echo_slots and ep == 1:
+        problems.append(f"parallel.echo_slots={parallel.echo_slots} has no effect with parallel.ep=1: set it to 0")
+    if parallel.echo_slots and config.model.router.capacity_factor:
+        problems.append(
+            f"parallel.echo_slots={parallel.echo_slots} clones hot experts, model.router.capacity_factor="
+            f"{config.model.router.capacity_factor} drops what they can't take: use one of the two"
+        )
     if parallel.rungs < 2:
         problems.append(f"parallel.rungs={parallel.rungs} must be at least 2: the sizes given, and the worst case")
     for name in ("cell_factor", "row_factor"):

@@ -126,6 +126,9 @@ CONFIGURATIONS = {
     "--parallel.context=ring": ["parallel.context=ring has no effect with parallel.cp=1", "set it to gather"],
     "--parallel.ep=2 --parallel.transport=alltoall --parallel.spill-factor=0.5": [
         "parallel.spill_factor=0.5 has no effect with cell_factor=0"],
+    "--parallel.echo-slots=1": ["parallel.echo_slots=1 has no effect with parallel.ep=1"],
+    "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --model.router.capacity-factor=1": [
+        "parallel.echo_slots=1 clones hot experts", "capacity_factor=1.0 drops", "use one of the two"],
     "--parallel.rungs=1": ["parallel.rungs=1 must be at least 2"],
     "--train.run-ahead=0": ["train.run_ahead=0 must be at least 1"],
     "--model.router.selection=sinkhorn": ["model.router.selection=sinkhorn", "['aux_coefficient']", "set them to 0"],

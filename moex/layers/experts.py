@@ -42,5 +42,6 @@ class Experts(nnx.Module):
         self.gate_up = declare(num_experts, d_model, 2, width, axes=("ep", None, None, "etp"), slices=1)
         self.down = declare(num_experts, width, d_model, axes=("ep", "etp", None), slices=1, init="output")
 
-    def __call__(self, rows_RD, weights_R, sizes_e):
-        return expert_mlp(rows_RD, weights_R, sizes_e, self.gate_up[...], self.down[...])
+    def __call__(self, rows_RD, weights_R, sizes_e, matrices=None):
+        """See `expert_mlp`.  matrices: other experts' gate_up and down in place of its own."""
+        return expert_mlp(rows_RD, weights_R, sizes_e, *(matrices or (self.gate_up[...], self.down[...])))

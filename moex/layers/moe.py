@@ -12,6 +12,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex import balance, dispatch
+from moex.balance import echo
 from moex.config import ModelConfig, ParallelConfig, RouterConfig
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
@@ -39,8 +40,9 @@ class MoEStats(NamedTuple):
     sequence_loss, global_loss: 0 where their coefficient is.  counts_E: tokens that chose each expert, dropped or not.
     plain_E: choices without bias and groups, as balance losses count them.  dropped: (token, choice) pairs beyond a
     capacity.  not_finite: real tokens with a router logit that isn't finite.  offsets_E: thresholds of quantile balancing,
-    float32; 0 without it.  need: float32 [3], the cell, spill and rows (`dispatch.Need`) of the device that needs most, in
-    units of balanced routing.  experts_BSk: choices of this device's tokens, or None where they weren't asked for.
+    float32; 0 without it.  clones: slots of all devices that hold one.  need: float32 [3], the cell, spill and rows
+    (`dispatch.Need`) of the device that needs most, in units of balanced routing.  experts_BSk: choices of this device's
+    tokens, or None where they weren't asked for.
     """
 
     balance_loss: jax.Array
@@ -53,8 +55,20 @@ class MoEStats(NamedTuple):
     dropped: jax.Array
     not_finite: jax.Array
     offsets_E: jax.Array
+    clones: jax.Array
     need: jax.Array
     experts_BSk: jax.Array | None = None
+
+
+class Copies(NamedTuple):
+    """weights: of this device's experts, then of the clones it holds.  chosen_Tk: the copy that each pair goes to, int32.
+    number: copies on all devices, a static int.  clones: slots of this device that hold one, int32.
+    """
+
+    weights: tuple[jax.Array, jax.Array]
+    chosen_Tk: jax.Array
+    number: int
+    clones: jax.Array
 
 
 class MoE(nnx.Module):
@@ -65,6 +79,7 @@ class MoE(nnx.Module):
         self.factors = dict(
             cell_factor=parallel.cell_factor, spill_factor=parallel.spill_factor, row_factor=parallel.row_factor
         )
+        self.echo = dict(slots=parallel.echo_slots, hot_per_home=parallel.echo_hot, cap=parallel.echo_cap)
         self.router = Router(config.d_model, config.router)
         self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
         if config.shared_width:
@@ -98,21 +113,23 @@ class MoE(nnx.Module):
             stats = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
         with jax.named_scope("dispatch"):
             capacity = self._capacity(x_BSD.shape, fold) if dropping else 0
+            copies = self._copies(wanted_Tk, fold)
             plan = dispatch.plan(
-                transport, wanted_Tk, config.num_experts, fold,
+                transport, copies.chosen_Tk, copies.number, fold,
                 **self.factors, capacity=capacity, pad=dropping and config.pad_to_capacity,
             )  # fmt: skip
             rows_RD = dispatch.send(transport, x_TD, plan, fold)
             weights_R = dispatch.send_pairs(transport, weights_Tk, plan, fold)
         with jax.named_scope("experts"):
-            experts = checkpoint_experts(lambda rows, weights: self.experts(rows, weights, plan.sizes_e))
-            rows_RD = experts(rows_RD, weights_R)
+            run = lambda rows_RD, weights_R: self.experts(rows_RD, weights_R, plan.sizes_e, copies.weights)
+            rows_RD = checkpoint_experts(run)(rows_RD, weights_R)
         with jax.named_scope("combine"):
             y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
         lost = real_T[:, None] & (wanted_Tk == config.num_experts)
         stats = stats._replace(
             overflow=collectives.psum(plan.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
+            clones=collectives.psum(copies.clones, axes),
             need=collectives.pmax(dispatch.relative_need(plan, wanted_Tk.size, fold), axes),
             experts_BSk=wanted_Tk.reshape(*x_BSD.shape[:2], -1) if record else None,
         )
@@ -148,6 +165,25 @@ class MoE(nnx.Module):
         )
         return (x.reshape(experts_Tk.shape) for x in kept)
 
+    def _copies(self, experts_Tk, fold: Fold) -> Copies:
+        """The experts as they stand, or with clones of hot ones on other devices."""
+        own = self.experts.gate_up[...], self.experts.down[...]
+        num_experts, ep, slots = self.router_config.num_experts, fold.expert.ep, self.echo["slots"]
+        if not slots or not ep:
+            return Copies(own, experts_Tk, num_experts, jnp.int32(0))
+        all_Tk = collectives.all_gather(experts_Tk, fold.expert.etp, dim=0)  # as the transport will have them
+        counts_E = balance.expert_counts(all_Tk, jnp.ones(all_Tk.shape[:1], bool), num_experts)
+        counts_nE = collectives.all_gather(counts_E[None], ep, dim=0)
+        me, part = collectives.axis_index(ep), collectives.axis_index(fold.expert.etp)
+        clones = echo.plan_clones(counts_nE.sum(axis=0), fold.size(ep), **self.echo)
+        copies_Tk = echo.split_pairs(all_Tk, counts_nE, clones, me)
+        copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
+        with jax.named_scope("clones"):
+            fetch = lambda w: echo.fetch_weights(w, clones.slot_nS, self.echo["hot_per_home"], ep)
+            gate_up, down = (jnp.concatenate([w, fetch(w)]) for w in own)
+        held = jnp.where(part == 0, (clones.slot_nS[me] >= 0).sum(dtype=jnp.int32), 0)  # once for each width split
+        return Copies((gate_up, down), copies_Tk, num_experts + fold.size(ep) * slots, held)
+
     def _capacity(self, shape, fold: Fold) -> int:
         """Most rows that an expert can get from the rows of a batch that this device has its part of."""
         num_rows, seq_here, _ = shape
@@ -174,6 +210,7 @@ class MoE(nnx.Module):
             dropped=jnp.int32(0),
             not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
             offsets_E=jnp.zeros((config.num_experts,), jnp.float32),
+            clones=jnp.int32(0),
             need=jnp.zeros((3,), jnp.float32),
         )
         if training and config.selection == "quantile":

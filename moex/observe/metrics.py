@@ -42,6 +42,7 @@ OPTIONAL_FIELDS = {
     "need_cell": "rows that the fullest all-to-all cell needed, in units of balanced routing",
     "need_spill": "rows that were over their cells, of one device, in units of balanced routing",
     "need_rows": "rows that the fullest expert buffer needed, in units of balanced routing",
+    "clones": "clones of hot experts, summed over MoE layers and micro-batches",
     "rung": "which of the rising buffer sizes the step ran with, 0 the smallest",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",

@@ -59,6 +59,7 @@ class Sums(NamedTuple):
     overflow: Leaf
     dropped: Leaf
     not_finite: Leaf
+    clones: Leaf
     offsets_LE: Leaf
     need: Leaf
 
@@ -159,14 +160,14 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
         plain_LE=stats.plain_E,
         offsets_LE=stats.offsets_E * share,
         need=stats.need.max(axis=0),
-        **{name: getattr(stats, name).sum() for name in ("overflow", "dropped", "not_finite")},
+        **{name: getattr(stats, name).sum() for name in ("overflow", "dropped", "not_finite", "clones")},
     )
 
 
 def no_sums(shape_LE: tuple[int, int]) -> Sums:
     """`Sums` of nothing: zeros."""
     none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
-    zeros = dict.fromkeys(("overflow", "dropped", "not_finite"), jnp.int32(0))
+    zeros = dict.fromkeys(("overflow", "dropped", "not_finite", "clones"), jnp.int32(0))
     floats = dict(offsets_LE=counts.astype(jnp.float32), need=jnp.zeros((3,), jnp.float32))
     return Sums(none, none, none, none, none, counts, counts, **zeros, **floats)
 
@@ -274,6 +275,7 @@ def make_train_step(
         router = config.model.router
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
+        metrics |= dict(clones=sums.clones) if config.parallel.echo_slots else {}
         if config.model.num_moe_layers:
             metrics |= dict(zip(("need_cell", "need_spill", "need_rows"), sums.need, strict=True))
         return _where(go, after, state), metrics

@@ -152,6 +152,7 @@ TRAINED = dict(
     ),
 )
 MOE_VIEWS = {name: EXPERT_VIEWS[name] for name in ("local", "allgather", "alltoall")}
+MOE_VIEWS["alltoall, clones"] = dict(ep=2)
 SIZES = np.array([[3, 0, 4, 1], [0, 5, 0, 5]], np.int32)  # rows of each expert on each device; two rows past the last
 
 
@@ -215,7 +216,8 @@ def routers():
 
     for name, view in MOE_VIEWS.items():
         config = ModelConfig(d_model=D, expert_width=F, shared_width=F, router=ROUTERS["sigmoid"])
-        module = MoE(config, ParallelConfig(transport=name.split(",")[0]))
+        clones = dict(echo_slots=1, echo_cap=1.0) if "clones" in name else {}
+        module = MoE(config, ParallelConfig(transport=name.split(",")[0], **clones))
         yield f"moe by {name}", module_case(module, moe, dict(x=normal(0, B, S, D), real=SEGMENTS > 0), **over(view))
 
     for name, router in TRAINED.items():

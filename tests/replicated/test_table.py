@@ -32,6 +32,7 @@ WITHOUT_GRADIENT = {
     "moex.balance.bias.update_bias": "works on counts; a bias has no gradient",
     "moex.balance.bias.update_quantile_bias": "a bias has no gradient",
     "moex.balance.bias.centred": "a bias has no gradient",
+    "moex.balance.echo.fold_back": "whole numbers; the planner's tests run it",
     "moex.balance.capacity.capacity_slots": "a form for users; its weights are those of apply_capacity",
     "moex.layers.tokens.unpacked": "makes whole numbers of no array",
     "moex.layers.tokens.own_part": "cuts whole numbers; the decoder's tests and foldings run it",
