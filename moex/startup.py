@@ -13,7 +13,7 @@ import jax
 
 from mesh.topology import peak_flops
 from moex.cli import dump, load
-from moex.config import RouterConfig, RunConfig
+from moex.config import ParallelConfig, RouterConfig, RunConfig
 from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
@@ -89,7 +89,8 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("router", routing_rules(router)),
         ("balance", balance_rules(router)),
         ("compute", f"{config.precision.compute_dtype}; recompute {', '.join(config.memory.recompute) or 'nothing'}"),
-        ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}; transport {config.parallel.transport}"),
+        ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}"),
+        ("transport", transport_rules(config.parallel)),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
         (
             "step",
@@ -148,6 +149,15 @@ def balance_rules(router: RouterConfig) -> str:
     else:
         rules += ["drops nothing"]
     return "; ".join(rules)
+
+
+def transport_rules(parallel: ParallelConfig) -> str:
+    """How rows travel, with the sizes of buffers and clones in effect."""
+    factors = dict(cells=parallel.cell_factor, spill=parallel.spill_factor, rows=parallel.row_factor)
+    sized = [f"{name} x {value:g}" for name, value in factors.items() if value]
+    sizes = f"{', '.join(sized)} of balanced, {parallel.rungs} sizes" if sized else "buffers for the worst case"
+    clones = f"; clones of hot experts: {parallel.echo_slots} a device, above x {parallel.echo_cap:g}"
+    return f"{parallel.transport}; {sizes}{clones if parallel.echo_slots else ''}"
 
 
 def environment() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import pytest
 
 from moex.cli import PRESETS
-from moex.config import RouterConfig
-from moex.startup import balance_rules, routing_rules
+from moex.config import ParallelConfig, RouterConfig
+from moex.startup import balance_rules, routing_rules, transport_rules
 
 
 def rules(**fields):
@@ -49,3 +49,11 @@ def test_a_presets_coefficients_are_said_as_they_are(name):
     else:
         assert "balance" in text[: text.index("loss off")]
     assert (f"bias rate {router.bias_rate:g}" in text) == (router.bias_rate > 0)
+
+
+def test_buffers_and_clones_are_said():
+    assert transport_rules(ParallelConfig()) == "local; buffers for the worst case"
+    text = transport_rules(ParallelConfig(transport="alltoall", cell_factor=1, spill_factor=0.35, echo_slots=1))
+    assert (
+        text == "alltoall; cells x 1, spill x 0.35 of balanced, 3 sizes; clones of hot experts: 1 a device, above x 1.1"
+    )
