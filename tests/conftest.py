@@ -4,7 +4,9 @@ The environment is set before JAX is imported, so that a test's child processes 
 `JAX_PLATFORMS=cuda` runs the tests marked needs_gpu, too; without it they are left out, and the run says how many.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +71,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def devices() -> list[jax.Device]:
     """The eight CPU devices, or the GPUs of a GPU run."""
     return jax.devices()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs() -> Iterator[None]:
+    """Drops a file's compiled programs after it: each maps pages of its own, and a process may have 65,530 mappings.
+
+    Beyond that LLVM ends the process by a segmentation fault, some way into the suite.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
