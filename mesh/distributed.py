@@ -22,6 +22,9 @@ THREADS_PER_CPU_DEVICE = 8
 TIMEOUT_S = 120.0
 """How long to wait for the other processes where COORDINATOR_TIMEOUT_S doesn't say."""
 
+MOST_TIMEOUT_S = 7 * 86400.0
+"""A week; much longer ones don't fit the clocks below."""
+
 
 def initialise(start: Start | None = None, environ: Mapping[str, str] = os.environ) -> Start:
     """Initialises `jax.distributed` once, before the first use of a device; a second call changes nothing.
@@ -129,8 +132,10 @@ def _timeout_s(environ: Mapping[str, str]) -> float:
         seconds = float(text or TIMEOUT_S)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"COORDINATOR_TIMEOUT_S={text!r} must be a number of seconds above 0")
+    if not 0 < seconds <= MOST_TIMEOUT_S:
+        raise ValueError(
+            f"COORDINATOR_TIMEOUT_S={text!r} must be a number of seconds above 0, at most {MOST_TIMEOUT_S:g}"
+        )
     return seconds
 
 

@@ -129,6 +129,8 @@ def local_device_ids(start: Start, num_visible: int, environ: Mapping[str, str] 
     rank, size = start.local_rank, start.local_size
     if not num_visible or rank is None or size is None or size == 1:
         return None
+    if not 0 <= rank < size:
+        raise ValueError(f"{start.launcher}: local process {rank} of {size} processes of this host")
     if num_visible == 1:
         return (0,)
     on_node = _optional(environ, "SLURM_GPUS_ON_NODE") or num_visible
@@ -218,7 +220,11 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
             )
         counts += [int(parts[1])] * int(parts[2] or 1)
     node = _optional(environ, "SLURM_NODEID") or 0
-    return counts[node] if node < len(counts) else None
+    if counts and not (0 <= node < len(counts) and counts[node] > 0):
+        raise ValueError(
+            f"SLURM_NODEID={node} has no tasks in SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']!r}"
+        )
+    return counts[node] if counts else None
 
 
 def _refuse_unlaunched(environ: Mapping[str, str]) -> None:

@@ -122,7 +122,8 @@ def routing_rules(router: RouterConfig) -> str:
     if router.selection != "top_k":
         decay = f", decay {router.quantile_decay:g}" if router.selection == "quantile" else ""
         rules += [f"selection {router.selection}{decay}"]
-    rules += [f"weights {'scaled to sum 1' if router.renormalize else 'as scored'}, x {router.scaling_factor:g}"]
+    scaled = router.renormalize and (router.top_k > 1 or router.score_function == "softmax")
+    rules += [f"weights {'scaled to sum 1' if scaled else 'as scored'}, x {router.scaling_factor:g}"]
     rules += [f"jitter {router.jitter:g}"] if router.jitter else []
     if router.forced:
         skew = f" {router.forced_skew:g}" if router.forced == "skew" else ""

@@ -5,6 +5,9 @@ from moex.config import ParallelConfig, RouterConfig, RunConfig
 from moex.dispatch import unavailable
 from moex.layers.router import check_router
 
+_LARGEST = 3e38
+"""Numbers above are infinite in float32."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message lists every problem found, one a line."""
@@ -177,6 +180,15 @@ def _router_problems(router: RouterConfig) -> list[str]:
         problems.append(f"{path}.bias_centred has no effect with bias_rate=0")
     if router.pad_to_capacity and not router.capacity_factor:
         problems.append(f"{path}.pad_to_capacity needs a capacity: set capacity_factor above 0")
+    needs = dict(
+        quantile_decay=(router.selection == "quantile", "selection=quantile"),
+        capacity_policy=(router.capacity_factor > 0, "capacity_factor above 0"),
+        forced_skew=(router.forced == "skew", "forced=skew"),
+        group_score_top=(router.num_groups > 1, "num_groups above 1"),
+    )
+    for name, (there, what) in needs.items():
+        if (value := getattr(router, name)) != getattr(RouterConfig, name) and not there:
+            problems.append(f"{path}.{name}={value} has no effect without {what}")
     if router.forced and router.jitter:
         problems.append(f"{path}.jitter={router.jitter} has no effect on forced={router.forced} logits: set it to 0")
     return problems
@@ -261,7 +273,7 @@ def _parallel_problems(config: RunConfig) -> list[str]:
     if parallel.echo_slots < 0 or parallel.echo_hot < 1 or not 1 <= parallel.echo_cap < 1024:
         problems.append(
             f"parallel: echo_slots={parallel.echo_slots} must be at least 0, echo_hot={parallel.echo_hot} at least 1, "
-            f"echo_cap={parallel.echo_cap} at least 1"
+            f"echo_cap={parallel.echo_cap} between 1 and 1024"
         )
     if parallel.echo_slots and ep == 1:
         problems.append(f"parallel.echo_slots={parallel.echo_slots} has no effect with parallel.ep=1: set it to 0")
@@ -270,23 +282,31 @@ def _parallel_problems(config: RunConfig) -> list[str]:
             f"parallel.echo_slots={parallel.echo_slots} clones hot experts, model.router.capacity_factor="
             f"{config.model.router.capacity_factor} drops what they can't take: use one of the two"
         )
-    if parallel.rungs < 2:
-        problems.append(f"parallel.rungs={parallel.rungs} must be at least 2: the sizes given, and the worst case")
+    if not 2 <= parallel.rungs <= 8:
+        problems.append(
+            f"parallel.rungs={parallel.rungs} must lie between 2 (the sizes given, and the worst case) and 8: every size is "
+            "compiled"
+        )
+    if parallel.rungs != ParallelConfig.rungs and not (parallel.cell_factor or parallel.row_factor):
+        problems.append(f"parallel.rungs={parallel.rungs} has no effect without cell_factor or row_factor")
+    for name in ("echo_hot", "echo_cap"):
+        if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and not parallel.echo_slots:
+            problems.append(f"parallel.{name}={value} has no effect with echo_slots=0")
     for name in ("cell_factor", "row_factor"):
-        if (factor := getattr(parallel, name)) and factor < 1:
+        if (factor := getattr(parallel, name)) and not 1 <= factor <= _LARGEST:
             problems.append(
-                f"parallel.{name}={factor} leaves too little room even for balanced routing: at least 1, or 0"
+                f"parallel.{name}={factor} must be finite and at least 1, which is room for balanced routing, or 0"
             )
     return problems
 
 
 def _not_above_zero(section: str, **numbers: float) -> list[str]:
-    finite = lambda x: 0 < x < float("inf")
+    finite = lambda x: 0 < x <= _LARGEST
     return [f"{section}.{name}={x} must be above 0 and finite" for name, x in numbers.items() if not finite(x)]
 
 
 def _negative(section: str, **numbers: float) -> list[str]:
-    finite = lambda x: 0 <= x < float("inf")
+    finite = lambda x: 0 <= x <= _LARGEST
     return [f"{section}.{name}={x} must be at least 0 and finite" for name, x in numbers.items() if not finite(x)]
 
 

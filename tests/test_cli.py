@@ -129,7 +129,15 @@ CONFIGURATIONS = {
     "--parallel.echo-slots=1": ["parallel.echo_slots=1 has no effect with parallel.ep=1"],
     "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --model.router.capacity-factor=1": [
         "parallel.echo_slots=1 clones hot experts", "capacity_factor=1.0 drops", "use one of the two"],
-    "--parallel.rungs=1": ["parallel.rungs=1 must be at least 2"],
+    "--parallel.rungs=1": ["parallel.rungs=1 must lie between 2", "and 8"],
+    "--parallel.rungs=5": ["parallel.rungs=5 has no effect without cell_factor or row_factor"],
+    "--parallel.echo-hot=5": ["parallel.echo_hot=5 has no effect with echo_slots=0"],
+    "--parallel.row-factor=inf": ["parallel.row_factor=inf must be finite"],
+    "--parallel.row-factor=nan": ["parallel.row_factor=nan must be finite"],
+    "--model.router.quantile-decay=0.5": ["quantile_decay=0.5 has no effect without selection=quantile"],
+    "--model.router.capacity-policy=position": ["capacity_policy=position has no effect without capacity_factor"],
+    "--model.router.group-score-top=3": ["group_score_top=3 has no effect without num_groups above 1"],
+    "--model.router.scaling-factor=1e39": ["model.router.scaling_factor=1e+39 must be above 0 and finite"],
     "--train.run-ahead=0": ["train.run_ahead=0 must be at least 1"],
     "--model.router.selection=sinkhorn": ["model.router.selection=sinkhorn", "['aux_coefficient']", "set them to 0"],
     "--model.router.selection=quantile --model.router.aux-coefficient=0 --model.router.bias-rate=0.1": [

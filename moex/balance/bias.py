@@ -3,6 +3,7 @@
 The bias is float32 state beside the parameters: no gradient, no weight decay, not in the optimizer.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,6 +20,8 @@ def update_bias(bias_E, counts_E, rate: float):
     """
     if not jnp.issubdtype(counts_E.dtype, jnp.integer):
         raise ValueError(f"update_bias needs integer counts, got {counts_E.dtype}: floats stop counting at 2^24")
+    if counts_E.dtype.itemsize > 4 and not jax.config.jax_enable_x64:
+        raise ValueError(f"update_bias needs int32 counts, got {counts_E.dtype}, which JAX would cut to 32 bits")
     whole, part = jnp.divmod(counts_E, counts_E.shape[-1])  # divided before summing: a step's pairs may pass 2^31
     carry, rest = jnp.divmod(part.sum(axis=-1, keepdims=True), counts_E.shape[-1])
     floor = whole.sum(axis=-1, keepdims=True) + carry  # mean = floor + rest / E

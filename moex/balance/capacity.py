@@ -26,8 +26,8 @@ class Kept(NamedTuple):
 
 def capacity_of(num_tokens: int, config: RouterConfig) -> int:
     """Rows that an expert takes of `num_tokens`: ceil(T k / E x factor), at most T."""
-    balanced = num_tokens * config.top_k / config.num_experts
-    return min(math.ceil(balanced * config.capacity_factor), num_tokens)
+    rows = num_tokens * config.top_k / config.num_experts * config.capacity_factor
+    return math.ceil(rows) if rows < num_tokens else num_tokens
 
 
 def apply_capacity(experts_Tk, weights_Tk, counts_E, capacity: int, policy: str, *, order_T=None) -> Kept:

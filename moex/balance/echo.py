@@ -54,7 +54,8 @@ def plan_clones(tokens_E, num_ranks: int, *, slots: int, hot_per_home: int, cap:
     Args: tokens_E int32, rows of each expert from all sources of an ep group.
     """
     num_experts = tokens_E.shape[0]
-    most = (tokens_E.sum() // num_ranks * jnp.int32(cap * 1024)) // 1024
+    # In float32, since int32 products overflow; the same number on every rank, which is all that matters.
+    most = jnp.minimum((tokens_E.sum() // num_ranks).astype(jnp.float32) * cap, 2.0**30).astype(jnp.int32)
     spill_E, room_n = spill_and_room(tokens_E, num_ranks, hot_per_home, most)
     zeros = lambda *shape: vary(jnp.zeros(shape, jnp.int32), varying(tokens_E))
     moved_En, slot_nS, used_n = zeros(num_experts, num_ranks), zeros(num_ranks, slots) - 1, zeros(num_ranks)

@@ -27,11 +27,11 @@ def balance_loss(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = (), co
 
     Returns: float32 scalar; 0 when no token is real.
     """
-    scores_TE = full_scores(logits_TE, config)
     real_T = _real(logits_TE, mask_T)
+    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)  # padding may hold anything
     if counts_E is None:
         counts_E = plain_counts(logits_TE, mask_T, config, axes=axes)
-    mass_E = collectives.psum((scores_TE * real_T[:, None]).sum(axis=0), axes)
+    mass_E = collectives.psum(jnp.where(real_T[:, None], scores_TE, 0).sum(axis=0), axes)
     num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1).astype(jnp.float32)
     tokens_counted = jnp.maximum(_tokens(counts_E, config.top_k), 1).astype(jnp.float32)
     return (mass_E / num_tokens * (counts_E / tokens_counted)).sum() * (config.num_experts / config.top_k)
@@ -40,8 +40,10 @@ def balance_loss(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = (), co
 def plain_counts(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = ()):
     """Tokens that each expert is among the k best scores of, without bias or groups: int32 [E], equal over `axes`."""
     # Of the scores as the loss has them: a tie that scaling makes must fall the same way.
-    picked_Tk = lax.top_k(lax.stop_gradient(full_scores(logits_TE, config)), config.top_k)[1]
-    return collectives.psum(expert_counts(picked_Tk, _real(logits_TE, mask_T), config.num_experts), axes)
+    real_T = _real(logits_TE, mask_T)
+    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)
+    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
+    return collectives.psum(expert_counts(picked_Tk, real_T, config.num_experts), axes)
 
 
 def sequence_balance_loss(
@@ -57,9 +59,9 @@ def sequence_balance_loss(
 
     Returns: float32 scalar, equal over both; 0 when no token is real.
     """
-    scores_TE = full_scores(logits_TE, config)
-    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
     real_T = (segments_T > 0) & (segments_T <= num_segments)
+    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)
+    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
     at_T = jnp.where(real_T, segments_T - 1, num_segments)
     zeros = jnp.zeros((num_segments + 1, config.num_experts), jnp.float32)
     mass_GE = collectives.psum(zeros.at[at_T].add(scores_TE)[:-1], axes)
@@ -78,7 +80,8 @@ def z_loss(logits_TE, mask_T, *, axes: Axes = ()):
     Returns: float32 scalar without coefficient, equal over `axes`; 0 when no token is real.
     """
     real_T = _real(logits_TE, mask_T)
-    squares_T = jnp.square(jax.nn.logsumexp(logits_TE.astype(jnp.float32), axis=-1)) * real_T
+    logits_TE = jnp.where(real_T[:, None], logits_TE.astype(jnp.float32), 0)
+    squares_T = jnp.square(jax.nn.logsumexp(logits_TE, axis=-1)) * real_T
     num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1)
     return collectives.psum(squares_T.sum(), axes) / num_tokens
 

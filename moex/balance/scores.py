@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from moex.config import RouterConfig
 
 TINY = 1e-20
-"""Keeps a row of scores that are all zero from dividing by zero (as in Megatron-Core)."""
+"""Keeps a quotient of two vanishing numbers from dividing by zero."""
 
 
 def scores(logits_TE, config: RouterConfig):
@@ -33,12 +33,23 @@ def _sqrt_softplus_jvp(primals, tangents):
     return y, slope * dx
 
 
+def normalised(logits, config: RouterConfig):
+    """Scores of the last dim's experts scaled to sum 1, float32: s / sum(s), by the softmax of their logarithms.
+
+    However small all scores are, neither the result nor its gradient divides zero by zero.
+    """
+    logits = logits.astype(jnp.float32)
+    if config.score_function == "sigmoid":
+        logits = jax.nn.log_sigmoid(logits)
+    elif config.score_function == "sqrtsoftplus":
+        small = logits < -20  # ln(softplus(x)) is x there
+        logits = jnp.where(small, logits, jnp.log(jax.nn.softplus(jnp.where(small, 0.0, logits)))) / 2
+    return jax.nn.softmax(logits, axis=-1)
+
+
 def full_scores(logits_TE, config: RouterConfig):
     """Scores scaled to sum 1 over all experts: the probabilities of the balance losses."""
-    scores_TE = scores(logits_TE, config)
-    if config.score_function != "softmax":
-        scores_TE /= scores_TE.sum(axis=-1, keepdims=True) + TINY
-    return scores_TE
+    return normalised(logits_TE, config)
 
 
 def expert_counts(experts_Tk, real_T, num_experts: int):

@@ -19,6 +19,8 @@ def sinkhorn(logits_TE, real_T, *, axes: Axes = (), tolerance: float = 1e-4):
     Returns: float32 [T, E], without gradient.
     """
     logits_TE = lax.stop_gradient(logits_TE.astype(jnp.float32))
+    finite_T = jnp.isfinite(logits_TE).all(axis=-1)  # a token without finite logits may not spoil the others
+    real_T, logits_TE = real_T & finite_T, jnp.where(finite_T[:, None], logits_TE, 0)
     # A factor of a row is taken up by d0, so each row may be scaled to a maximum of 1.
     cost_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True)) * real_T[:, None]
     num_tokens = jnp.maximum(collectives.psum(real_T.sum(dtype=jnp.int32), axes), 1).astype(jnp.float32)

@@ -51,6 +51,10 @@ def plan(
     cell_factor, spill_factor, row_factor, align: see `moex.dispatch.budget.budget`.  capacity: most rows that an expert
     gets from the rows of a batch that one data-parallel rank has; 0 when there is no such limit.  pad: give it that many.
     """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} must be one of {tuple(TRANSPORTS)}")
+    if capacity < 0 or (pad and not capacity):
+        raise ValueError(f"capacity={capacity} must be above 0 to pad to it, and not negative")
     ep, etp = fold.expert.ep, fold.expert.etp
     experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
     (num_tokens, top_k), ranks = experts_Tk.shape, fold.size(ep)

@@ -42,17 +42,18 @@ def budget(
     """Cells, spill and rows of so many times the balanced ones, never above the worst case.
 
     A factor of 0 is the worst case for cells and rows, and none for the spill, which worst-case cells don't need.
-    Raises ValueError for a negative factor.
+    Raises ValueError for a negative or infinite factor.
     """
-    if min(cell_factor, spill_factor, row_factor) < 0:
+    if not all(0 <= factor < math.inf for factor in (cell_factor, spill_factor, row_factor)) or align < 1:
         raise ValueError(
-            f"cell_factor={cell_factor}, spill_factor={spill_factor} and row_factor={row_factor} must not be negative"
+            f"cell_factor={cell_factor}, spill_factor={spill_factor} and row_factor={row_factor} must be finite and not "
+            f"negative, align={align} at least 1"
         )
     worst, pairs = worst_case(num_tokens, top_k, num_ranks, num_local, align), num_tokens * top_k
     cell_rows = math.ceil(pairs * cell_factor / num_ranks) if cell_factor else worst.cell_rows
     rows = _aligned(math.ceil(pairs * row_factor), num_local, align) if row_factor else worst.rows
     cell_rows = min(cell_rows, worst.cell_rows)
-    spill_rows = 0 if cell_rows == worst.cell_rows else math.ceil(pairs * spill_factor)
+    spill_rows = 0 if cell_rows == worst.cell_rows else min(math.ceil(pairs * spill_factor), num_ranks * pairs)
     return Budget(cell_rows=cell_rows, rows=min(rows, worst.rows), align=align, spill_rows=spill_rows)
 
 

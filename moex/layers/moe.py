@@ -106,7 +106,8 @@ class MoE(nnx.Module):
         x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), segments_BS.reshape(-1) > 0
         with jax.named_scope("router"):
             logits_TE, routing = self._route(x_TD, real_T, steering, index_BS, fold, training)
-            wanted_Tk = jnp.where(real_T[:, None], routing.experts_Tk, config.num_experts)
+            valid_Tk = real_T[:, None] & (routing.experts_Tk >= 0) & (routing.experts_Tk < config.num_experts)
+            wanted_Tk = jnp.where(valid_Tk, routing.experts_Tk, config.num_experts)
             weights_Tk = routing.weights_Tk
             if dropping := training and config.capacity_factor > 0:
                 wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)

@@ -5,6 +5,7 @@ counts are int32. `axes` are the mesh axes that the tokens of a micro-batch are 
 experts are used is the matter of `moex.balance`, whose functions can be had from here too.
 """
 
+import typing
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from moex.balance import (
     update_bias,
     z_loss,
 )
-from moex.balance.scores import TINY
+from moex.balance.scores import normalised
 from moex.config import RouterConfig
 from moex.layers.param import declare
 from moex.memory.recompute import KEPT
@@ -43,6 +44,10 @@ __all__ = [
     "update_bias",
     "z_loss",
 ]
+
+
+_NEVER = -1e30
+"""A logit whose score is nothing beside any other."""
 
 
 class Routing(NamedTuple):
@@ -65,7 +70,8 @@ def route(
         `quantile`; None for no bias.
       mask_T: True for real tokens; others still get experts and weights, but aren't counted.
       key: of random numbers, needed with `forced` logits; an error where none are drawn.
-      replay_Tk: experts to use in place of picking (a recorded choice); weights are computed for them.
+      replay_Tk: experts to use in place of picking (a recorded choice), different ones for a token; weights are computed
+        for them, 0 for a number outside [0, E).
       number_T: int32 number of each token, by which it draws; its place in the array otherwise.
       axes: what tokens are split over, for Sinkhorn's sums over all of them.
       training: with selection `sinkhorn`; elsewhere, and for `forced`, experts are picked by the best scores, so that a
@@ -91,6 +97,13 @@ def route(
         number_T = jnp.arange(num_tokens, dtype=jnp.int32) if number_T is None else number_T
         logits_TE = forced_logits(logits_TE, key, number_T, config)
     scores_TE = scores(logits_TE, config)
+    if replay_Tk is not None and (
+        replay_Tk.shape != (num_tokens, config.top_k) or not jnp.issubdtype(replay_Tk.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"replayed choices must be integers of shape {(num_tokens, config.top_k)}, got {replay_Tk.dtype} "
+            f"{replay_Tk.shape}"
+        )
     if replay_Tk is None:
         experts_Tk = _pick(logits_TE, scores_TE, bias_E, real_T, config, axes, training)
     else:
@@ -124,17 +137,26 @@ def _within_groups(choice_TE, config: RouterConfig):
 
 
 def _weights(logits_TE, scores_TE, experts_Tk, config: RouterConfig):
-    if config.score_function == "softmax" and config.renormalize:  # the same number, better conditioned
-        return jax.nn.softmax(jnp.take_along_axis(logits_TE, experts_Tk, axis=-1), axis=-1)
-    chosen_Tk = jnp.take_along_axis(scores_TE, experts_Tk, axis=-1)
-    if config.renormalize and config.top_k > 1:
-        chosen_Tk /= chosen_Tk.sum(axis=-1, keepdims=True) + TINY
-    return chosen_Tk
+    """Of the chosen experts; a number outside [0, E), which only a replayed choice can be, weighs 0."""
+    valid_Tk = (experts_Tk >= 0) & (experts_Tk < config.num_experts)
+    at_Tk = jnp.where(valid_Tk, experts_Tk, 0)
+    if config.renormalize and (config.score_function == "softmax" or config.top_k > 1):
+        chosen_Tk = jnp.where(valid_Tk, jnp.take_along_axis(logits_TE, at_Tk, axis=-1), _NEVER)
+        weights_Tk = normalised(chosen_Tk, config)
+    else:
+        weights_Tk = jnp.take_along_axis(scores_TE, at_Tk, axis=-1)
+    return jnp.where(valid_Tk, weights_Tk, 0.0)
 
 
 def check_router(config: RouterConfig) -> None:
     """Raises ValueError, with fields and numbers, when the router's settings don't fit each other."""
     c = config
+    for name in ("score_function", "selection", "capacity_policy", "forced"):
+        known = typing.get_args(typing.get_type_hints(RouterConfig)[name])
+        if getattr(c, name) not in known:
+            raise ValueError(f"{name}={getattr(c, name)!r} must be one of {known}")
+    if c.num_experts < 1:
+        raise ValueError(f"num_experts={c.num_experts} must be at least 1")
     if not 1 <= c.top_k <= c.num_experts:
         raise ValueError(f"top_k={c.top_k} must lie between 1 and num_experts={c.num_experts}")
     if c.num_groups < 1 or c.num_experts % c.num_groups:

@@ -80,10 +80,15 @@ def _by_groups(x_RK, g_RN, sizes_E, m):
     zeros = lambda *shape: cast_to(axes_of(x_RK, g_RN), jnp.zeros(shape, jnp.float32))
     shape = (x_RK.shape[1], g_RN.shape[1])
 
-    def tile(start, end):
+    def tile(start, end, to_front):
         at, inside_m1 = _clamped(start, end, m, x_RK.shape[0])
         only = lambda x: jnp.where(inside_m1, _rows(x, at, m), jnp.zeros((), x.dtype))  # where, since 0 * NaN is NaN
-        return lax.dot_general(only(x_RK), only(g_RN), _OUTER, preferred_element_type=jnp.float32)
+        x_mK, g_mN = to_front((only(x_RK), only(g_RN)), start - at)
+        return lax.dot_general(x_mK, g_mN, _OUTER, preferred_element_type=jnp.float32)
+
+    # The order of a sum over rows may not depend on how far the array reaches past them.
+    rolled = lambda arrays, shift: tuple(jnp.roll(x, -shift, axis=0) for x in arrays)
+    seldom = lambda arrays, shift: lax.cond(shift > 0, rolled, lambda arrays, _: arrays, arrays, shift)
 
     def loops(x_RK, g_RN, sizes_E):
         def group(_, one):
@@ -93,7 +98,7 @@ def _by_groups(x_RK, g_RN, sizes_E, m):
                 x_Km = lax.optimization_barrier(_rows(x_RK, at, _WIDE * m).T)  # or XLA:CPU walks it by columns
                 return total_KN + jnp.dot(x_Km, _rows(g_RN, at, _WIDE * m), preferred_element_type=jnp.float32)
 
-            narrow = lambda at, total_KN: total_KN + tile(at, start + size)
+            narrow = lambda at, total_KN: total_KN + tile(at, start + size, seldom)
             return None, _walk(x_RK.shape[0], start, size, m, wide, narrow, zeros(*shape))
 
         return lax.scan(group, None, (jnp.cumsum(sizes_E) - sizes_E, sizes_E))[1]
@@ -101,7 +106,7 @@ def _by_groups(x_RK, g_RN, sizes_E, m):
     def static_list(x_RK, g_RN, sizes_E):
         def step(total_EKN, one):
             group, start, end = one
-            sum_KN = lax.dynamic_index_in_dim(total_EKN, group, 0, False) + tile(start, end)
+            sum_KN = lax.dynamic_index_in_dim(total_EKN, group, 0, False) + tile(start, end, rolled)
             return lax.dynamic_update_index_in_dim(total_EKN, sum_KN, group, 0), None
 
         return lax.scan(step, zeros(sizes_E.shape[0], *shape), _tile_list(sizes_E, m, x_RK.shape[0]))[0]

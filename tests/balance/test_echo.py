@@ -196,3 +196,9 @@ def test_weights_are_fetched_and_their_gradients_brought_home(slots, devices):
     np.add.at(want, flat[flat >= 0], gradients[flat >= 0])
     np.testing.assert_array_equal(back, want)
     assert num_local * 8 == len(weights)
+
+
+def test_counts_of_large_batches_do_not_overflow():
+    counts = np.array([[8_000_000, 100, 100, 100]], np.int32)
+    plan = plan_clones(counts[0], 4, slots=1, hot_per_home=2, cap=1.1)
+    assert np.asarray(plan.loads(counts[0])).max() < 2_300_000

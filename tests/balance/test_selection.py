@@ -110,6 +110,13 @@ def test_sinkhorn_against_its_formula():
     np.testing.assert_allclose(sinkhorn(logits + 500, jnp.ones(64, bool)), got, rtol=1e-4, atol=1e-6)
 
 
+def test_a_token_that_is_not_finite_spoils_no_other():
+    logits = skewed((64,), seed=3)
+    spoilt = logits.at[5].set(jnp.nan)
+    got, want = (route(x, None, SINKHORN, training=True).experts_Tk for x in (spoilt, logits))
+    assert (np.delete(got, 5, axis=0) == np.delete(want, 5, axis=0)).mean() > 0.9
+
+
 def test_sinkhorn_selects_in_training_only():
     logits = skewed((512,), seed=2)
     trained = route(logits, None, SINKHORN, training=True)

@@ -13,7 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from mesh import build_mesh, fold, sharded
 from moex.config import RouterConfig
-from moex.layers.router import Router, balance_loss, check_router, expert_counts, route, scores, update_bias, z_loss
+from moex.layers.router import (
+    Router,
+    balance_loss,
+    check_router,
+    expert_counts,
+    route,
+    scores,
+    sequence_balance_loss,
+    update_bias,
+    z_loss,
+)
 from tests.quick import quick_jit
 
 FOUR = jnp.array([[2.0, 1.0, 0.0, -1.0]])
@@ -344,6 +354,8 @@ def test_sums_of_counts_may_pass_2_to_the_31():
 def test_counts_must_be_integers(dtype):
     with pytest.raises(ValueError, match=rf"integer counts, got {jnp.dtype(dtype).name}.*2\^24"):
         update_bias(jnp.zeros(4), jnp.ones(4, dtype), 1e-3)
+    with pytest.raises(ValueError, match="int32 counts, got int64"):
+        update_bias(jnp.zeros(3), np.array([2**40, 1, 1]), 1e-3)
 
 
 def test_a_skewed_expert_loses_its_bias_step_by_step():
@@ -411,6 +423,52 @@ def test_logits_that_are_not_finite_never_give_an_invalid_or_repeated_expert(con
     np.testing.assert_array_equal(
         routed(logits, None, config).experts_Tk[0], routed(logits[:1], None, config).experts_Tk[0]
     )
+
+
+@pytest.mark.parametrize("function, low", [("sigmoid", -45.0), ("sigmoid", -95.0), ("sqrtsoftplus", -90.0)])
+def test_vanishing_scores_have_finite_weights_and_gradients(function, low):
+    """s / (sum s + 1e-20) and its square underflow; the limit is a softmax of the logits (or of their halves)."""
+    config = RouterConfig(num_experts=4, top_k=2, score_function=function)
+    logits = jnp.full((1, 4), low).at[0, 1].add(0.5)
+    weigh = lambda x: route(x, None, config).weights_Tk
+    share = 1 / (1 + np.exp(-0.5 if function == "sigmoid" else -0.25))
+    # Scores of 0 tie, so which of the two stands first is another matter.
+    np.testing.assert_allclose(np.sort(weigh(logits))[:, ::-1], [[share, 1 - share]], rtol=1e-5)
+    for loss in (lambda x: weigh(x)[0, 0], lambda x: balance_loss(x, None, config)):
+        gradient = jax.grad(loss)(logits)
+        assert jnp.isfinite(gradient).all()
+        assert jnp.abs(gradient).max() > 1e-3
+
+
+def test_replayed_choices_are_checked_and_a_number_that_is_no_expert_weighs_nothing():
+    config = RouterConfig(num_experts=4, top_k=2, score_function="sigmoid")
+    got = route(FOUR, None, config, replay_Tk=jnp.array([[3, 9]], jnp.int32))
+    np.testing.assert_allclose(got.weights_Tk, [[1, 0]])
+    assert got.counts_E.tolist() == [0, 0, 0, 1]
+    np.testing.assert_array_equal(route(FOUR, None, config, replay_Tk=jnp.full((1, 2), -1)).weights_Tk, 0)
+    for wrong in (jnp.array([[0.7, 1.9]]), jnp.array([[0, 1, 2]]), jnp.array([[0, 1], [1, 2]])):
+        with pytest.raises(ValueError, match=r"integers of shape \(1, 2\)"):
+            route(FOUR, None, config, replay_Tk=wrong)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_padding_may_hold_anything(function):
+    config, real = RouterConfig(num_experts=8, top_k=2, score_function=function), jnp.arange(16) % 3 > 0
+    logits = jax.random.normal(jax.random.key(8), (16, 8))
+    spoilt = jnp.where(real[:, None], logits, jnp.nan)
+    for loss in (
+        lambda x: balance_loss(x, real, config),
+        lambda x: z_loss(x, real),
+        lambda x: sequence_balance_loss(x, real.astype(int), config, num_segments=1),
+    ):
+        for ours, theirs in zip(jax.value_and_grad(loss)(spoilt), jax.value_and_grad(loss)(logits), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_unknown_names_are_refused():
+    for name in ("score_function", "selection", "capacity_policy", "forced"):
+        with pytest.raises(ValueError, match=f"{name}='foo' must be one of"):
+            check_router(RouterConfig(**{name: "foo"}))
 
 
 def test_counting_leaves_out_what_is_not_real():

@@ -203,6 +203,19 @@ def test_any_sizes(sizes):
         np.testing.assert_allclose(got, want, atol=2e-4)
 
 
+@pytest.mark.parametrize("sizes", [[70, 0, 58, 0, 0, 0], [64, 64, 0, 0, 0, 0], [1, 100, 27, 0, 0, 0]], ids=str)
+def test_bits_do_not_depend_on_how_far_the_array_reaches(sizes):
+    """A buffer that ends with the last row, inside its last tile, against one with room behind: outputs and gradients."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    x, w, g = (jax.random.normal(k, s) for k, s in zip(keys, ((128, 32), (6, 32, 24), (128, 24)), strict=True))
+    sizes, longer = jnp.array(sizes, jnp.int32), lambda a: jnp.pad(a, ((0, 90), (0, 0)))
+    y, dx, dw = all_three(x, w, sizes, g)
+    far_y, far_dx, far_dw = all_three(longer(x), w, sizes, longer(g))
+    np.testing.assert_array_equal(y, far_y[:128])
+    np.testing.assert_array_equal(dx, far_dx[:128])
+    np.testing.assert_array_equal(dw, far_dw)
+
+
 def test_the_benchmark_runs():
     done = subprocess.run([sys.executable, BENCHMARK, "--quick"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
