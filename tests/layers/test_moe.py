@@ -247,6 +247,15 @@ def test_what_only_training_does_is_the_same_on_every_split(name, split, devices
     assert stats.overflow == 0
 
 
+def test_losses_and_counts_are_of_choices_whatever_is_dropped():
+    config, values, x, bias, cotangent = given("sigmoid with groups, bias and shared expert")
+    _, stats, _ = alone(config, values, x, bias, REAL, cotangent)
+    _, dropping, _ = trained_alone("dropping by position, padded")
+    assert dropping.dropped > 0 == stats.dropped
+    np.testing.assert_array_equal(dropping.counts_E, stats.counts_E)
+    np.testing.assert_allclose(dropping.balance_loss, stats.balance_loss, rtol=1e-6)
+
+
 # --- the experts' function ------------------------------------------------------------------------------------------
 
 
