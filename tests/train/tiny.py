@@ -94,9 +94,12 @@ def put(program: Program, rows: dict[str, np.ndarray], step: int = 0):
     return place_batch(lambda some: {name: array[:, some] for name, array in rows.items()}, step, program.batch)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def program_of(config: RunConfig, num_devices: int) -> Program:
-    """The programs of a configuration, kept, the step compiled: without LLVM's optimisations, in half the time."""
+    """The programs of a configuration, the step compiled: without LLVM's optimisations, in half the time.
+
+    Few are kept: each maps about a thousand pages of its own, and a process may have 65,530 mappings.
+    """
     fold = resolve_fold(config.parallel, num_devices)
     check_on(config, fold)
     program = build(config, fold, jax.devices()[:num_devices])
