@@ -27,18 +27,15 @@ def evaluate(programs: Sequence[Program], state: TrainState, batches: Batches, *
     programs: with rising buffer sizes, the last of which cannot overflow; a batch is read again with the next where one
     does. Raises ValueError when no token is predictable.
     """
-    program = programs[0]
     num = min(batches.num_eval_batches, max(1, max_rows // batches.windows_per_step))
-    sums = []
-    for i in range(num):
-        batch = place_batch(lambda rows, i=i: batches.eval_batch(i, rows), 0, program.batch)
-        sums.append(program.eval(state.params, state.router_bias, batch))
-    sums = jax.device_get(sums)
+
+    def summed(by: Program, i: int):
+        batch = place_batch(lambda rows: batches.eval_batch(i, rows), 0, by.batch)
+        return by.eval(state.params, state.router_bias, batch)
+
+    sums = jax.device_get([summed(programs[0], i) for i in range(num)])
     for larger in programs[1:]:
-        for i in range(num):
-            if sums[i][2]:
-                batch = place_batch(lambda rows, i=i: batches.eval_batch(i, rows), 0, program.batch)
-                sums[i] = jax.device_get(larger.eval(state.params, state.router_bias, batch))
+        sums = [jax.device_get(summed(larger, i)) if one[2] else one for i, one in enumerate(sums)]
     losses, counts, overflows = zip(*sums, strict=True)
     assert not any(overflows), "the last program cannot overflow"
     tokens = sum(int(c) for c in counts)

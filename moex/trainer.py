@@ -122,7 +122,9 @@ class _Loop:
                 saving = last or preempted or self.checkpoints.due(done)
                 evaluating = bool(observe.eval_every) and (last or done % observe.eval_every == 0)
                 pausing = saving or evaluating
-                failed = self._record_until(0 if pausing else run_ahead, keep_last=pausing)
+                failed = self._record_until(1 if pausing else run_ahead)
+                if pausing and failed is None:
+                    failed = self._overflowed()
                 if failed is not None:
                     n = failed  # the steps behind it left the state alone, too
                     continue
@@ -173,16 +175,16 @@ class _Loop:
         self.held_out = result.loss
         return dict(eval_loss=result.loss, eval_tokens=result.tokens)
 
-    def _record_until(self, ahead: int, *, keep_last: bool) -> int | None:
-        """Reads pending steps, oldest first, until only `ahead` are left, and the last one unread but known to be applied.
+    def _record_until(self, ahead: int) -> int | None:
+        """Reads pending steps, oldest first, until only `ahead` are left.
 
         Returns the step to run again when one has overflowed; it and those behind it are no longer pending then.
         """
-        while len(self.pending) > max(ahead, keep_last):
+        while len(self.pending) > ahead:
             if (failed := self._overflowed()) is not None:
                 return failed
             self._record({})
-        return self._overflowed() if keep_last else None
+        return None
 
     def _overflowed(self) -> int | None:
         """Waits for the oldest pending step. Its number when it was not applied: then nothing is pending any more."""

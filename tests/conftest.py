@@ -17,9 +17,6 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     # A collective whose devices start 40 s apart ends the process; eight devices on two busy cores may need longer.
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8 {patience}".strip()
-# XLA:CPU starts independent collectives of a program side by side, and each holds a thread until its partners arrive.
-# With its default of one thread a device, eight devices now and then wait for each other for ever.
-os.environ.setdefault("PJRT_NPROC", "64")
 # Compiled programs of earlier runs. A size limit makes JAX lock the folder, which parallel workers need.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))
@@ -28,6 +25,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 import jax
 import pytest
 
+from mesh.distributed import spare_threads
+
+spare_threads()  # before the first use of a device
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 

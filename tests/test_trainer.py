@@ -60,10 +60,14 @@ sys.exit(train.main(sys.argv[4:]))
 """
 
 
+def start_nothing(patch: pytest.MonkeyPatch):
+    """`jax.distributed` cannot start in a process that has used devices; the runs in child processes start it."""
+    patch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+
+
 @pytest.fixture(autouse=True)
 def already_started(monkeypatch):
-    """`jax.distributed` cannot start in a process that has used devices; the runs in child processes start it."""
-    monkeypatch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+    start_nothing(monkeypatch)
 
 
 def in_child(folder: Path, at: int, name: str, *more: str) -> subprocess.CompletedProcess:
@@ -77,7 +81,7 @@ def finished(tmp_path_factory) -> Path:
     """The folder of a run of six steps, with checkpoints after three and six."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+        start_nothing(patch)
         assert train.main([*ARGUMENTS, f"--folder={folder}"]) == 0
     return folder
 
@@ -299,7 +303,7 @@ def trained(folder, *flags):
 @pytest.fixture(scope="module")
 def never_overflowing(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+        start_nothing(patch)
         return trained(tmp_path_factory.mktemp("worst"))
 
 

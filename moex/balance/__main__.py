@@ -5,10 +5,8 @@ busiest rank over the mean, without and with clones of hot experts. E experts, n
 """
 
 import argparse
-import functools
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +14,8 @@ import jax
 import numpy as np
 
 from moex.balance.echo import plan_clones
+from moex.cli import fail
+from moex.observe.jsonl import read_jsonl
 
 QUANTILES = (0.5, 0.99, 1.0)
 
@@ -33,19 +33,11 @@ def draws(run: Path, first_step: int) -> np.ndarray:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: it has no metrics.jsonl")
-    found = [counts for line in _lines(path) if line["step"] >= first_step for counts in line["expert_counts"]]
+    found = [counts for line in read_jsonl(path) if line["step"] >= first_step for counts in line["expert_counts"]]
     found = [counts for counts in found if sum(counts)]
     if not found:
         raise ValueError(f"{path} has no tokens of experts from step {first_step} on")
     return np.array(found, np.int32)
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        try:
-            yield json.loads(text)
-        except json.JSONDecodeError:
-            raise ValueError(f"{path}, line {number}: not a line of metrics") from None
 
 
 def simulate(counts_DE: np.ndarray, num_ranks: int, *, slots: int, hot_per_home: int, cap: float) -> Loads:
@@ -69,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser.add_subparsers(required=True).add_parser(
         "simulate", help="loads of a run's routing on other meshes"
     )
-    add = functools.partial(command.add_argument)
+    add = command.add_argument
     add("run", type=Path, help="run folder")
     add("--ep", type=int, nargs="+", default=[8], help="numbers of ranks that experts are split over")
     add("--slots", type=int, default=1, help="spare expert slots of a rank")
@@ -83,13 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = draws(a.run, a.first_step)
         loads = {ep: simulate(counts, ep, slots=a.slots, hot_per_home=a.hot, cap=a.cap) for ep in a.ep}
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     names = "".join(f"{f'{q:g}' if q < 1 else 'most':>8}" for q in QUANTILES)
     print(f"{counts.shape[1]} experts, {len(counts):,} draws (steps x layers, all micro-batches and devices of a step)")
-    print(
-        f"{'load of the busiest rank':>8}{'':4}without clones{'':10}with clones\n{'ep':>8}    {names}{names}   clones"
-    )
+    print(f"load of the busiest rank{'':4}without clones{'':10}with clones\n{'ep':>8}    {names}{names}   clones")
     for ep, found in loads.items():
         numbers = [np.quantile(x, q) for x in (found.before, found.after) for q in QUANTILES]
         print(f"{ep:8}    {''.join(f'{x:8.2f}' for x in numbers)}{found.clones.mean():9.1f}")

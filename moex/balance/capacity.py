@@ -5,7 +5,6 @@ expert E, which is nobody, with weight 0; the others keep their weights (no reno
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,8 @@ from jax import lax
 
 from mesh import collectives
 from mesh.axes import Axes
+from moex.balance.scores import Routing, is_expert, places_among_equals
 from moex.config import RouterConfig
-
-
-class Kept(NamedTuple):
-    """Choices after dropping.  experts_Tk int32, E where dropped; weights_Tk float32, 0 there; counts_E int32, kept."""
-
-    experts_Tk: jax.Array
-    weights_Tk: jax.Array
-    counts_E: jax.Array
 
 
 def capacity_of(num_tokens: int, config: RouterConfig) -> int:
@@ -30,7 +22,7 @@ def capacity_of(num_tokens: int, config: RouterConfig) -> int:
     return math.ceil(rows) if rows < num_tokens else num_tokens
 
 
-def apply_capacity(experts_Tk, weights_Tk, counts_E, capacity: int, policy: str, *, order_T=None) -> Kept:
+def apply_capacity(experts_Tk, weights_Tk, counts_E, capacity: int, policy: str, *, order_T=None) -> Routing:
     """Keeps at most `capacity` tokens of each expert (arXiv 2006.16668 for the position rule).
 
     Args:
@@ -44,8 +36,8 @@ def apply_capacity(experts_Tk, weights_Tk, counts_E, capacity: int, policy: str,
     """
     num_experts = counts_E.shape[0]
     rank_Tk = _ranks(experts_Tk, weights_Tk, num_experts, policy, order_T)
-    kept_Tk = (rank_Tk < capacity) & (experts_Tk >= 0) & (experts_Tk < num_experts)
-    return Kept(
+    kept_Tk = (rank_Tk < capacity) & is_expert(experts_Tk, num_experts)
+    return Routing(
         experts_Tk=jnp.where(kept_Tk, experts_Tk, num_experts),
         weights_Tk=jnp.where(kept_Tk, weights_Tk, 0.0),
         counts_E=jnp.minimum(counts_E, capacity),
@@ -60,7 +52,7 @@ def capacity_slots(experts_Tk, weights_Tk, num_experts: int, capacity: int, poli
     """
     rank_Tk = _ranks(experts_Tk, weights_Tk, num_experts, policy, None)
     top_k = experts_Tk.shape[1]
-    kept_P = ((rank_Tk < capacity) & (experts_Tk >= 0) & (experts_Tk < num_experts)).reshape(-1)
+    kept_P = ((rank_Tk < capacity) & is_expert(experts_Tk, num_experts)).reshape(-1)
     slot_P = jnp.where(kept_P, experts_Tk.reshape(-1) * capacity + rank_Tk.reshape(-1), num_experts * capacity)
     place = lambda values_P, empty: jnp.full((num_experts * capacity,), empty).at[slot_P].set(values_P, mode="drop")
     token_P = jnp.arange(experts_Tk.size, dtype=jnp.int32) // top_k
@@ -74,15 +66,11 @@ def _ranks(experts_Tk, weights_Tk, num_experts: int, policy: str, order_T):
         raise ValueError(f"capacity policy {policy!r} must be probability or position")
     num_tokens, top_k = experts_Tk.shape
     order_T = jnp.arange(num_tokens, dtype=jnp.int32) if order_T is None else order_T
-    expert_P = jnp.where((experts_Tk >= 0) & (experts_Tk < num_experts), experts_Tk, num_experts).reshape(-1)
+    expert_P = jnp.where(is_expert(experts_Tk, num_experts), experts_Tk, num_experts).reshape(-1)
     order_P = jnp.repeat(order_T, top_k, total_repeat_length=num_tokens * top_k)
-    pair_P = jnp.arange(num_tokens * top_k, dtype=jnp.int32)
     worth_P = -lax.stop_gradient(weights_Tk).reshape(-1).astype(jnp.float32)
-    keys = (expert_P, worth_P, order_P) if policy == "probability" else (expert_P, order_P)
-    sorted_P = lax.sort((*keys, pair_P), num_keys=len(keys))
-    counts_E = jnp.zeros((num_experts + 1,), jnp.int32).at[expert_P].add(1)
-    rank_P = pair_P - (jnp.cumsum(counts_E) - counts_E)[sorted_P[0]]
-    return jnp.zeros_like(pair_P).at[sorted_P[-1]].set(rank_P, unique_indices=True).reshape(num_tokens, top_k)
+    keys = (worth_P, order_P) if policy == "probability" else (order_P,)
+    return places_among_equals(expert_P, num_experts, *keys).reshape(num_tokens, top_k)
 
 
 def keep_within_rows(experts_BSk, weights_BSk, index_BS, config: RouterConfig, *, axes: Axes = ()):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mesh import collectives
 from mesh.axes import Axes
 from mesh.vma import vary, varying
+from moex.balance.scores import is_expert, places_among_equals
 
 
 class Clones(NamedTuple):
@@ -93,10 +94,10 @@ def split_pairs(experts_Tk, counts_nE, clones: Clones, me):
     num_ranks, num_experts = counts_nE.shape
     num_local, slots = num_experts // num_ranks, clones.slot_nS.shape[1]
     flat_P = experts_Tk.reshape(-1)
-    real_P = (flat_P >= 0) & (flat_P < num_experts)
+    real_P = is_expert(flat_P, num_experts)
     expert_P = jnp.where(real_P, flat_P, 0)
     ends_En = jnp.cumsum(_shares(counts_nE, clones, me), axis=1)[:, :num_ranks]
-    place_P = _place_among_equals(jnp.where(real_P, flat_P, num_experts), num_experts)
+    place_P = places_among_equals(jnp.where(real_P, flat_P, num_experts), num_experts)
     rank_P = (place_P[:, None] >= ends_En[expert_P]).sum(axis=1)  # n: stays at home
     at_P = num_local + jnp.argmax(clones.slot_nS[jnp.minimum(rank_P, num_ranks - 1)] == expert_P[:, None], axis=1)
     home_P = expert_P // num_local * (num_local + slots) + expert_P % num_local
@@ -118,16 +119,6 @@ def _shares(counts_nE, clones: Clones, me):
         (source_end - left_nE)[me][:, None], part_end - left_Em
     )
     return base_nEm[me] + jnp.maximum(overlap, 0)
-
-
-def _place_among_equals(number_P, most: int):
-    """How many earlier entries have the same number, int32."""
-    order_P = jnp.argsort(number_P, stable=True)
-    zeros = vary(jnp.zeros((most + 1,), jnp.int32), varying(number_P))
-    counts = zeros.at[number_P].add(1)
-    first = jnp.cumsum(counts) - counts
-    places = jnp.arange(number_P.shape[0], dtype=jnp.int32) - first[number_P[order_P]]
-    return jnp.zeros_like(places).at[order_P].set(places, unique_indices=True)
 
 
 def fold_back(physical_Tk, slot_nS, num_local: int):

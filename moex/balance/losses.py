@@ -10,7 +10,7 @@ from jax import lax
 
 from mesh import collectives
 from mesh.axes import Axes
-from moex.balance.scores import expert_counts, full_scores
+from moex.balance.scores import expert_counts, normalised
 from moex.config import RouterConfig
 
 
@@ -28,7 +28,7 @@ def balance_loss(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = (), co
     Returns: float32 scalar; 0 when no token is real.
     """
     real_T = _real(logits_TE, mask_T)
-    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)  # padding may hold anything
+    scores_TE = _probabilities(logits_TE, real_T, config)
     if counts_E is None:
         counts_E = plain_counts(logits_TE, mask_T, config, axes=axes)
     mass_E = collectives.psum(jnp.where(real_T[:, None], scores_TE, 0).sum(axis=0), axes)
@@ -39,10 +39,8 @@ def balance_loss(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = (), co
 
 def plain_counts(logits_TE, mask_T, config: RouterConfig, *, axes: Axes = ()):
     """Tokens that each expert is among the k best scores of, without bias or groups: int32 [E], equal over `axes`."""
-    # Of the scores as the loss has them: a tie that scaling makes must fall the same way.
     real_T = _real(logits_TE, mask_T)
-    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)
-    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
+    picked_Tk = _plain_choices(_probabilities(logits_TE, real_T, config), config)
     return collectives.psum(expert_counts(picked_Tk, real_T, config.num_experts), axes)
 
 
@@ -60,8 +58,8 @@ def sequence_balance_loss(
     Returns: float32 scalar, equal over both; 0 when no token is real.
     """
     real_T = (segments_T > 0) & (segments_T <= num_segments)
-    scores_TE = full_scores(jnp.where(real_T[:, None], logits_TE, 0), config)
-    picked_Tk = lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
+    scores_TE = _probabilities(logits_TE, real_T, config)
+    picked_Tk = _plain_choices(scores_TE, config)
     at_T = jnp.where(real_T, segments_T - 1, num_segments)
     zeros = jnp.zeros((num_segments + 1, config.num_experts), jnp.float32)
     mass_GE = collectives.psum(zeros.at[at_T].add(scores_TE)[:-1], axes)
@@ -88,6 +86,16 @@ def z_loss(logits_TE, mask_T, *, axes: Axes = ()):
 
 def _real(logits_TE, mask_T):
     return jnp.ones(logits_TE.shape[:1], bool) if mask_T is None else mask_T
+
+
+def _probabilities(logits_TE, real_T, config: RouterConfig):
+    """Scores scaled to sum 1 over all experts. Padding may hold anything, and spoils nothing."""
+    return normalised(jnp.where(real_T[:, None], logits_TE, 0), config)
+
+
+def _plain_choices(scores_TE, config: RouterConfig):
+    """The k best of the scores as the losses have them: a tie that scaling makes must fall the same way."""
+    return lax.top_k(lax.stop_gradient(scores_TE), config.top_k)[1]
 
 
 def _tokens(counts_E, top_k: int):

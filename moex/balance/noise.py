@@ -12,7 +12,7 @@ from moex.config import RouterConfig
 def token_numbers(index_BS, fold: Fold):
     """A number of its own for each token of a micro-batch, int32 [B, S]: row of the whole micro-batch and place in it."""
     num_rows, seq_here = index_BS.shape
-    seq_len = seq_here * fold.size(fold.dense.cp + fold.dense.tp)
+    seq_len = seq_here * fold.size(fold.dense.sequence)
     row_B = collectives.axis_index(fold.dense.dp) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     return row_B[:, None] * seq_len + index_BS
 

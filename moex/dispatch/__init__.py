@@ -7,7 +7,6 @@ before they are dispatched, each rank computes its part of the experts' width, a
 from types import ModuleType
 
 import jax.numpy as jnp
-from jax import lax
 
 from mesh import collectives
 from mesh.fold import Fold
@@ -77,7 +76,7 @@ def relative_need(plan: Plan, num_pairs: int, fold: Fold):
     """
     pairs = num_pairs * fold.size(fold.expert.etp)
     units = jnp.array([pairs / fold.size(fold.expert.ep), pairs, pairs], jnp.float32)
-    return lax.stop_gradient(jnp.stack(plan.need).astype(jnp.float32) / units)
+    return jnp.stack(plan.need).astype(jnp.float32) / units
 
 
 def send(transport: str, x_TD, plan: Plan, fold: Fold):

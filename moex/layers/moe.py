@@ -33,6 +33,11 @@ class Steering(NamedTuple):
     key: jax.Array | None = None
     replay_BSk: jax.Array | None = None
 
+    @classmethod
+    def of(cls, steering: "Steering | jax.Array | None") -> "Steering":
+        """Itself, or what a bias alone, or nothing, stands for."""
+        return steering if isinstance(steering, Steering) else cls(steering)
+
 
 class MoEStats(NamedTuple):
     """Of one layer and micro-batch, equal on all devices: losses without coefficient (float32), the rest int32 counts.
@@ -100,18 +105,18 @@ class MoE(nnx.Module):
           checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
         """
         config, transport, axes = self.router_config, self.transport, fold.dense.tokens
-        steering = steering if isinstance(steering, Steering) else Steering(steering)
+        steering = Steering.of(steering)
         if index_BS is None:
             index_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
         x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), segments_BS.reshape(-1) > 0
         with jax.named_scope("router"):
             logits_TE, routing = self._route(x_TD, real_T, steering, index_BS, fold, training)
-            valid_Tk = real_T[:, None] & (routing.experts_Tk >= 0) & (routing.experts_Tk < config.num_experts)
+            valid_Tk = real_T[:, None] & balance.is_expert(routing.experts_Tk, config.num_experts)
             wanted_Tk = jnp.where(valid_Tk, routing.experts_Tk, config.num_experts)
             weights_Tk = routing.weights_Tk
             if dropping := training and config.capacity_factor > 0:
                 wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)
-            stats = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
+            statistics = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
         with jax.named_scope("dispatch"):
             capacity = self._capacity(x_BSD.shape, fold) if dropping else 0
             copies = self._copies(wanted_Tk, fold)
@@ -127,7 +132,8 @@ class MoE(nnx.Module):
         with jax.named_scope("combine"):
             y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
         lost = real_T[:, None] & (wanted_Tk == config.num_experts)
-        stats = stats._replace(
+        stats = MoEStats(
+            **statistics,
             overflow=collectives.psum(plan.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
             clones=collectives.psum(copies.clones, axes),
@@ -162,7 +168,7 @@ class MoE(nnx.Module):
     def _drop(self, experts_Tk, weights_Tk, index_BS, fold: Fold):
         rows = lambda x_Tk: x_Tk.reshape(*index_BS.shape, -1)
         kept = balance.keep_within_rows(
-            rows(experts_Tk), rows(weights_Tk), index_BS, self.router_config, axes=fold.dense.cp + fold.dense.tp
+            rows(experts_Tk), rows(weights_Tk), index_BS, self.router_config, axes=fold.dense.sequence
         )
         return (x.reshape(experts_Tk.shape) for x in kept)
 
@@ -188,46 +194,41 @@ class MoE(nnx.Module):
     def _capacity(self, shape, fold: Fold) -> int:
         """Most rows that an expert can get from the rows of a batch that this device has its part of."""
         num_rows, seq_here, _ = shape
-        seq_len = seq_here * fold.size(fold.dense.cp + fold.dense.tp)
+        seq_len = seq_here * fold.size(fold.dense.sequence)
         return num_rows * balance.capacity_of(seq_len, self.router_config)
 
-    def _statistics(self, logits_TE, real_T, routing: Routing, steering, segments_BS, fold: Fold, training) -> MoEStats:
-        config, axes = self.router_config, fold.dense.tokens
-        row, none = fold.dense.cp + fold.dense.tp, jnp.float32(0)
+    def _statistics(self, logits_TE, real_T, routing: Routing, steering, segments_BS, fold: Fold, training) -> dict:
+        """The fields of `MoEStats` that the router decides."""
+        config, axes, none = self.router_config, fold.dense.tokens, jnp.float32(0)
         plain_E = balance.plain_counts(logits_TE, real_T, config, axes=axes)
         micro = lambda counts_E: balance.balance_loss(logits_TE, real_T, config, axes=axes, counts_E=counts_E)
-        global_loss = none
+        sequence_loss, global_loss, offsets_E = none, none, jnp.zeros((config.num_experts,), jnp.float32)
+        if config.sequence_coefficient:
+            sequence_loss = _sequence_loss(logits_TE, segments_BS, config, fold)
         if config.global_coefficient:
             global_loss = micro(plain_E if steering.seen_E is None else plain_E + steering.seen_E)
+        if training and config.selection == "quantile":
+            by_row = lambda x: x.reshape(*segments_BS.shape, *x.shape[1:])
+            bias_E = none if steering.bias_E is None else steering.bias_E
+            offsets_E = balance.quantile_offsets(
+                by_row(logits_TE), bias_E, by_row(real_T), config, axes=fold.dense.sequence, row_axes=fold.dense.dp
+            )
         bad_T = real_T & ~jnp.isfinite(logits_TE).all(axis=-1)
-        stats = MoEStats(
+        return dict(
             balance_loss=micro(plain_E),
-            sequence_loss=_sequence_loss(logits_TE, segments_BS, config, fold) if config.sequence_coefficient else none,
+            sequence_loss=sequence_loss,
             global_loss=global_loss,
             z_loss=balance.z_loss(logits_TE, real_T, axes=axes),
             counts_E=collectives.psum(routing.counts_E, axes),
             plain_E=plain_E,
-            overflow=jnp.int32(0),
-            dropped=jnp.int32(0),
             not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
-            offsets_E=jnp.zeros((config.num_experts,), jnp.float32),
-            clones=jnp.int32(0),
-            need=jnp.zeros((3,), jnp.float32),
+            offsets_E=offsets_E,
         )
-        if training and config.selection == "quantile":
-            by_row = lambda x: x.reshape(*segments_BS.shape, *x.shape[1:])
-            bias_E = stats.offsets_E if steering.bias_E is None else steering.bias_E
-            stats = stats._replace(
-                offsets_E=balance.quantile_offsets(
-                    by_row(logits_TE), bias_E, by_row(real_T), config, axes=row, row_axes=fold.dense.dp
-                )
-            )
-        return stats
 
 
 def _sequence_loss(logits_TE, segments_BS, config: RouterConfig, fold: Fold):
     """`sequence_balance_loss` with every document of every row of this device as a sample."""
-    row = fold.dense.cp + fold.dense.tp
+    row = fold.dense.sequence
     most = segments_BS.shape[1] * fold.size(row)  # a document has a token at least
     start_B = jnp.arange(segments_BS.shape[0], dtype=jnp.int32)[:, None] * most
     segments_T = jnp.where(segments_BS > 0, start_B + segments_BS, 0).reshape(-1)

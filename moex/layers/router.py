@@ -6,9 +6,7 @@ experts are used is the matter of `moex.balance`, whose functions can be had fro
 """
 
 import typing
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -16,17 +14,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh.axes import Axes
 from moex.balance import (
+    Routing,
     apply_capacity,
     balance_loss,
     expert_counts,
     forced_logits,
+    is_expert,
+    normalised,
     scores,
     sequence_balance_loss,
     sinkhorn,
     update_bias,
     z_loss,
 )
-from moex.balance.scores import normalised
 from moex.config import RouterConfig
 from moex.layers.param import declare
 from moex.memory.recompute import KEPT
@@ -48,14 +48,6 @@ __all__ = [
 
 _NEVER = -1e30
 """A logit whose score is nothing beside any other."""
-
-
-class Routing(NamedTuple):
-    """experts_Tk int32, distinct in a row, best first; weights_Tk float32; counts_E int32, this device's real pairs."""
-
-    experts_Tk: jax.Array
-    weights_Tk: jax.Array
-    counts_E: jax.Array
 
 
 def route(
@@ -138,7 +130,7 @@ def _within_groups(choice_TE, config: RouterConfig):
 
 def _weights(logits_TE, scores_TE, experts_Tk, config: RouterConfig):
     """Of the chosen experts; a number outside [0, E), which only a replayed choice can be, weighs 0."""
-    valid_Tk = (experts_Tk >= 0) & (experts_Tk < config.num_experts)
+    valid_Tk = is_expert(experts_Tk, config.num_experts)
     at_Tk = jnp.where(valid_Tk, experts_Tk, 0)
     if config.renormalize and (config.score_function == "softmax" or config.top_k > 1):
         chosen_Tk = jnp.where(valid_Tk, jnp.take_along_axis(logits_TE, at_Tk, axis=-1), _NEVER)

@@ -114,7 +114,7 @@ class Decoder:
         ends = enter("ends", params["ends"])
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
         stats = None
-        steering = steering if isinstance(steering, Steering) else Steering(steering)
+        steering = Steering.of(steering)
         options = dict(training=training, record=record)
         for name, graph in self._graphs.items():
 

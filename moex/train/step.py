@@ -335,7 +335,7 @@ def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> C
 
         return lax.scan(one, None, batch._replace(step=None))[1]
 
-    split = PartitionSpec(None, fold.dense.dp, fold.dense.cp + fold.dense.tp)
+    split = PartitionSpec(None, fold.dense.dp, fold.dense.sequence)
     return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=split)
 
 

@@ -78,7 +78,7 @@ def test_a_row_drops_the_same_on_every_mesh(dense, policy, devices):
     experts, weights = (np.stack(x) for x in zip(*[choices(rng, 16, 6, 2) for _ in range(2)], strict=True))
     index = np.stack([rng.permutation(16)] * 2).astype(np.int32)
     folded = fold(dense, dict(edp=num))
-    row = folded.dense.cp + folded.dense.tp
+    row = folded.dense.sequence
     spec = P(folded.dense.dp, row)
     local = lambda *x: keep_within_rows(*x, config, axes=row)
     got = jax.jit(sharded(local, build_mesh(folded, devices[:num]), (spec,) * 3, (spec, spec)))(experts, weights, index)

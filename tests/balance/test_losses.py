@@ -89,7 +89,7 @@ def test_a_split_that_cuts_a_sample_changes_nothing(dense, devices):
     logits, segments = packed()
     num = int(np.prod(list(dense.values())))
     folded = fold(dense, dict(edp=num))
-    row, spec = folded.dense.cp + folded.dense.tp, P(folded.dense.dp, folded.dense.cp + folded.dense.tp)
+    row, spec = folded.dense.sequence, P(folded.dense.dp, folded.dense.sequence)
 
     def loss(logits, segments, **axes):
         rows = jnp.arange(segments.shape[0], dtype=jnp.int32)[:, None] * 4

@@ -78,7 +78,7 @@ def test_quantiles_balance_a_skewed_stream():
 @pytest.mark.parametrize("dense", DENSE, ids=str)
 def test_thresholds_do_not_depend_on_how_tokens_are_split(dense, devices):
     folded, num = folding(dense)
-    row = folded.dense.cp + folded.dense.tp
+    row = folded.dense.sequence
     logits, real = skewed((2, 64)), np.arange(128).reshape(2, 64) % 7 < 5
     local = lambda x, r: quantile_offsets(x, NONE, r, QUANTILE, axes=row, row_axes=folded.dense.dp)
     spec = P(folded.dense.dp, row)
@@ -146,7 +146,7 @@ def test_sinkhorn_does_not_depend_on_how_tokens_are_split(dense, devices):
 @pytest.mark.parametrize("dense", DENSE, ids=str)
 def test_a_token_draws_the_same_on_every_mesh(dense, devices):
     folded, num = folding(dense)
-    row = folded.dense.cp + folded.dense.tp
+    row = folded.dense.sequence
     index = np.random.default_rng(0).permutation(32).astype(np.int32)[None].repeat(4, axis=0)
     config = RouterConfig(num_experts=16, top_k=3, forced="skew")
     x, logits = jnp.ones((4, 32, 8)), skewed((4, 32))
