@@ -182,8 +182,14 @@ class ParallelConfig:
     """alltoall: rows that a device may send by way of others when cells are full, in units of balanced routing."""
     row_factor: float = 0.0
     """Rows of a device's expert buffer, in units of balanced routing; 0 takes the worst case, which cannot overflow."""
+    waves: int = 1
+    """Worst-case buffers are used for a device's tokens in this many parts one after another, and are as many times smaller:
+    a last resort where the worst case of all tokens at once does not fit. Sums of weight gradients change in last bits."""
     echo_slots: int = 0
     """Spare expert slots of a device that hold clones of other devices' hot experts (ECHO); 0 leaves clones out."""
+    echo: Literal["always", "retry", "report"] = "always"
+    """ECHO: clone in every step, or only in steps that are run again after an overflow, or only say in the metrics what
+    clones would do."""
     echo_cap: float = 1.1
     """ECHO: rows of a device from which on its hottest experts are cloned, in units of balanced routing."""
     echo_hot: int = 2
@@ -191,6 +197,14 @@ class ParallelConfig:
     rungs: int = 3
     """Buffer sizes that are compiled when the factors are finite: those given, then growing ones, the last the worst case.
     A step that overflows one is run again with the next, and gives the bits it would have given there at once."""
+    tail: float = 0.05
+    """Share of steps that may overflow: a step starts with the smallest size that, by what the last steps needed, overflows
+    no more often."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a buffer of dispatch may overflow."""
+        return bool(self.cell_factor or self.row_factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,10 +259,15 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What the backward pass computes again instead of keeping."""
+    """What the backward pass computes again, and what it finds elsewhere than in buffers of each layer."""
 
     recompute: tuple[Literal["layer", "attention", "mlp", "moe", "experts"], ...] = ()
-    """Modules by name; `layer` is all of them at once."""
+    """Modules that are computed again; `layer` is all of them at once. Rows in a stash are not."""
+    stash: tuple[Literal["experts"], ...] = ()
+    """Modules whose rows all layers keep in one stash, of the size that is used rather than the worst case of each layer."""
+    stash_factor: float = 1.1
+    """Rows of the stash, in units of what all layers use when routing is balanced; 0 takes the worst case. A step that needs
+    more is run again with the next of `parallel.rungs` sizes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,6 +294,8 @@ class ObserveConfig:
 
     log_every: int = 10
     """Steps between lines where the output is no terminal."""
+    record_routing_every: int = 0
+    """Steps between recordings of every token's experts in RUN/routing, for `python -m moex.balance simulate`; 0 for none."""
     eval_every: int = 100
     """Steps between held-out losses; 0 for none, the last step always has one otherwise."""
     eval_rows: int = 128

@@ -65,6 +65,7 @@ def collect() -> dict[str, Any]:
         kernels=kernels(),
         compute_dtypes=_choices(PrecisionConfig, "compute_dtype"),
         recompute=list(MODULES),
+        stash=["experts"],
         optimizers=_choices(OptimizerConfig, "name"),
         presets={name: _preset(name) for name in cli.PRESETS},
     )
@@ -131,6 +132,7 @@ def text(facts: Mapping[str, Any]) -> str:
     lines += [
         ("compute", ", ".join(f["compute_dtypes"])),
         ("recompute", ", ".join(f["recompute"])),
+        ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),
     ]
     for i, (name, p) in enumerate(f["presets"].items()):

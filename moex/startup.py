@@ -13,7 +13,7 @@ import jax
 
 from mesh.topology import peak_flops
 from moex.cli import dump, load
-from moex.config import ParallelConfig, RouterConfig, RunConfig
+from moex.config import MemoryConfig, ParallelConfig, RouterConfig, RunConfig
 from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
@@ -88,7 +88,7 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("model", f"{layers}; {d['parameters'] / 1e6:,.2f}M parameters, {d['active_parameters'] / 1e6:,.2f}M a token"),
         ("router", routing_rules(router)),
         ("balance", balance_rules(router)),
-        ("compute", f"{config.precision.compute_dtype}; recompute {', '.join(config.memory.recompute) or 'nothing'}"),
+        ("compute", f"{config.precision.compute_dtype}; {memory_rules(config.memory)}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}"),
         ("transport", transport_rules(config.parallel)),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
@@ -156,9 +156,22 @@ def transport_rules(parallel: ParallelConfig) -> str:
     """How rows travel, with the sizes of buffers and clones in effect."""
     factors = dict(cells=parallel.cell_factor, spill=parallel.spill_factor, rows=parallel.row_factor)
     sized = [f"{name} x {value:g}" for name, value in factors.items() if value]
-    sizes = f"{', '.join(sized)} of balanced, {parallel.rungs} sizes" if sized else "buffers for the worst case"
-    clones = f"; clones of hot experts: {parallel.echo_slots} a device, above x {parallel.echo_cap:g}"
+    worst = (
+        "the worst case" if parallel.waves == 1 else f"the worst case of a {parallel.waves}th of the tokens at a time"
+    )
+    sizes = f"{', '.join(sized)} of balanced, {parallel.rungs} sizes up to {worst}" if sized else f"buffers for {worst}"
+    when = dict(always="", retry=" in retries", report=" REPORTED only")[parallel.echo]
+    clones = f"; clones of hot experts{when}: {parallel.echo_slots} a device, above x {parallel.echo_cap:g}"
     return f"{parallel.transport}; {sizes}{clones if parallel.echo_slots else ''}"
+
+
+def memory_rules(memory: MemoryConfig) -> str:
+    """What the backward pass computes again or finds in a stash."""
+    rules = [f"recompute {', '.join(memory.recompute) or 'nothing'}"]
+    if memory.stash:
+        size = f"x {memory.stash_factor:g} of balanced" if memory.stash_factor else "the worst case"
+        rules += [f"stash {', '.join(memory.stash)}: {size}"]
+    return "; ".join(rules)
 
 
 def environment() -> dict[str, Any]:

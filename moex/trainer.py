@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh.distributed import Start, describe
@@ -23,12 +24,13 @@ from moex.data import Prefetch
 from moex.evaluate import evaluate
 from moex.generate import generate
 from moex.models.flops import mfu
+from moex.observe import routing
 from moex.observe.metrics import RunLog
 from moex.observe.progress import Progress
 from moex.observe.report import write_report
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
-from moex.train.rungs import Rungs, ladder
+from moex.train.rungs import Rungs, ladder, usual_of
 from moex.train.state import TrainState
 from moex.validate import check_on, resolve_fold
 
@@ -98,7 +100,7 @@ class _Loop:
     ):
         self.programs, self.program, self.data, self.derived = programs, programs[0], data, derived
         self.checkpoints, self.log, self.progress = checkpoints, log, progress
-        self.rungs = Rungs(len(programs))
+        self.rungs = Rungs(len(programs), self.program.config.parallel.tail)
         self.pending: collections.deque[Pending] = collections.deque()
         self.skips, self.clock = 0, 0.0
         self.held_out: float | None = None
@@ -114,6 +116,8 @@ class _Loop:
             n = first
             while n < steps:
                 batch, rung = batches.get(n), self.rungs.of(n)
+                if observe.record_routing_every and n % observe.record_routing_every == 0:
+                    self._record_routing(n, state, batch)
                 with jax.transfer_guard("disallow"):
                     state, metrics = step_functions[rung](state, batch)
                 self.pending.append(Pending(n, rung, metrics))
@@ -156,6 +160,10 @@ class _Loop:
         self.log.resume(first)
         self.log.event("resume", step=first, **derived)
         self.progress.note(f"continuing after step {first}")
+        # Only the first process surely has the log; all must begin with the same size.
+        tail = self.program.config.parallel.tail
+        usual = multihost_utils.broadcast_one_to_all(np.int32(usual_of(self.log.rungs() or (), tail)))
+        self.rungs = Rungs(len(self.programs), tail, int(usual))
         return self.checkpoints.restore(self.program.state, first)
 
     def _compile(self):
@@ -169,6 +177,15 @@ class _Loop:
 
     def _batch(self, step: int):
         return place_batch(lambda rows: self.data.train.batch(step, rows), step, self.program.batch)
+
+    def _record_routing(self, step: int, state: TrainState, batch) -> None:
+        """Writes which experts every token of the batch chooses, before any is dropped."""
+        chosen = self.programs[-1].record(state.params, state.router_bias, batch)  # no buffer of the last can overflow
+        chosen = multihost_utils.process_allgather(chosen, tiled=True)
+        if jax.process_index() == 0:
+            config = self.program.config
+            routing.write(Path(config.run_folder), step, np.asarray(chosen), config.model.router.num_experts)
+        self.clock = time.perf_counter()
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
         result = evaluate(self.programs, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
@@ -201,6 +218,7 @@ class _Loop:
     def _record(self, extra: Mapping[str, Any], ready: float | None = None) -> None:
         """Logs the oldest pending step, which was applied.  Raises RuntimeError when it says that training must end."""
         n, rung, metrics = self.pending.popleft()
+        self.rungs.applied(n, rung)
         values = jax.device_get(metrics)
         ready = ready or time.perf_counter()
         seconds, self.clock = ready - self.clock, ready

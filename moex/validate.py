@@ -1,7 +1,7 @@
 """Checks of a whole configuration before anything is compiled: each problem names field, numbers and remedy."""
 
 from mesh import Fold, fold
-from moex.config import ParallelConfig, RouterConfig, RunConfig
+from moex.config import MemoryConfig, ParallelConfig, RouterConfig, RunConfig
 from moex.dispatch import unavailable
 from moex.layers.router import check_router
 
@@ -63,6 +63,12 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
         _divides("model.expert_width", model.expert_width, "etp", size("etp")),
         _divides("model.shared_width", model.shared_width, "tp", size("tp")),
     ]
+    waves, tokens = config.parallel.waves, train.batch_size // train.accumulation // size("dp") * train.seq_len
+    if waves > 1:
+        here = tokens // (size("cp") * size("tp"))
+        problems.append(_divides("tokens of a device in a micro-batch", here, "parallel.waves", waves))
+    if waves > 1 and model.router.pad_to_capacity:
+        problems.append(f"parallel.waves={waves}: each wave would pad to the whole capacity; leave out pad_to_capacity")
     if config.parallel.echo_slots:
         part = model.d_model * model.expert_width // size("etp")
         problems.append(_divides("d_model x expert_width / etp, which clones are cut from,", part, "ep", size("ep")))
@@ -229,19 +235,40 @@ def _train_problems(config: RunConfig) -> list[str]:
         problems.append(f"model.vocab_size={config.model.vocab_size} must be at least 256: the stdlib corpus is bytes")
     if min(config.observe.eval_every, config.observe.eval_rows, config.observe.sample_tokens) < 0:
         problems.append("observe.eval_every, eval_rows and sample_tokens must not be negative")
+    if config.observe.record_routing_every < 0:
+        problems.append(f"observe.record_routing_every={config.observe.record_routing_every} must not be negative")
+    if config.observe.record_routing_every and not config.model.num_moe_layers:
+        problems.append("observe.record_routing_every has no effect without MoE layers")
     if config.observe.sample_tokens and not config.observe.sample_prompt:
         problems.append(
             "observe.sample_prompt is empty: give generation a text to start from, or set sample_tokens to 0"
         )
     if config.observe.log_every < 1:
         problems.append(f"observe.log_every={config.observe.log_every} must be at least 1")
-    modules, model = set(config.memory.recompute), config.model
+    return problems + _memory_problems(config)
+
+
+def _memory_problems(config: RunConfig) -> list[str]:
+    modules, model, memory, problems = set(config.memory.recompute), config.model, config.memory, []
     if "layer" in modules and len(modules) > 1:
         problems.append(f"memory.recompute: `layer` contains {sorted(modules - {'layer'})}; name one or the others")
     if "mlp" in modules and not model.num_dense_layers:
         problems.append("memory.recompute: `mlp` has no effect without dense layers")
     if modules & {"moe", "experts"} and not model.num_moe_layers:
         problems.append("memory.recompute: `moe` and `experts` have no effect without MoE layers")
+    if memory.stash and not model.num_moe_layers:
+        problems.append("memory.stash has no effect without MoE layers")
+    if set(memory.stash) & modules:
+        problems.append("memory: `experts` are in stash and in recompute, but what a stash has isn't computed again")
+    if memory.stash and config.parallel.waves > 1 and not config.parallel.bounded:
+        problems.append("memory.stash has no effect on parallel.waves, of which no rows are kept: use one of the two")
+    if memory.stash_factor and not 1 <= memory.stash_factor <= _LARGEST:
+        problems.append(
+            f"memory.stash_factor={memory.stash_factor} must be finite and at least 1, which is room for balanced routing, "
+            "or 0 for the worst case"
+        )
+    if memory.stash_factor != MemoryConfig.stash_factor and not memory.stash:
+        problems.append(f"memory.stash_factor={memory.stash_factor} has no effect without memory.stash")
     return problems
 
 
@@ -287,9 +314,17 @@ def _parallel_problems(config: RunConfig) -> list[str]:
             f"parallel.rungs={parallel.rungs} must lie between 2 (the sizes given, and the worst case) and 8: every size is "
             "compiled"
         )
-    if parallel.rungs != ParallelConfig.rungs and not (parallel.cell_factor or parallel.row_factor):
-        problems.append(f"parallel.rungs={parallel.rungs} has no effect without cell_factor or row_factor")
-    for name in ("echo_hot", "echo_cap"):
+    if not 0 <= parallel.tail < 1:
+        problems.append(f"parallel.tail={parallel.tail} is a share of steps: at least 0 and below 1")
+    if parallel.waves < 1:
+        problems.append(f"parallel.waves={parallel.waves} must be at least 1, which leaves waves out")
+    retrying = parallel.bounded or (config.memory.stash and config.memory.stash_factor)
+    for name in ("rungs", "tail"):
+        if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and not retrying:
+            problems.append(f"parallel.{name}={value} has no effect without cell_factor, row_factor or a stash")
+    if parallel.echo == "retry" and not retrying:
+        problems.append("parallel.echo=retry has no effect without cell_factor or row_factor: no step is run again")
+    for name in ("echo", "echo_hot", "echo_cap"):
         if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and not parallel.echo_slots:
             problems.append(f"parallel.{name}={value} has no effect with echo_slots=0")
     for name in ("cell_factor", "row_factor"):

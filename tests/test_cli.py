@@ -130,7 +130,21 @@ CONFIGURATIONS = {
     "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --model.router.capacity-factor=1": [
         "parallel.echo_slots=1 clones hot experts", "capacity_factor=1.0 drops", "use one of the two"],
     "--parallel.rungs=1": ["parallel.rungs=1 must lie between 2", "and 8"],
-    "--parallel.rungs=5": ["parallel.rungs=5 has no effect without cell_factor or row_factor"],
+    "--parallel.rungs=5": ["parallel.rungs=5 has no effect without cell_factor, row_factor or a stash"],
+    "--parallel.tail=0.1": ["parallel.tail=0.1 has no effect without cell_factor, row_factor or a stash"],
+    "--parallel.tail=1 --parallel.row-factor=2": ["parallel.tail=1.0", "below 1"],
+    "--parallel.waves=0": ["parallel.waves=0 must be at least 1"],
+    "--parallel.waves=7": ["tokens of a device in a micro-batch=256", "parallel.waves=7"],
+    "--parallel.waves=2 --model.router.capacity-factor=1 --model.router.pad-to-capacity True": [
+        "parallel.waves=2", "leave out pad_to_capacity"],
+    "--parallel.echo=report": ["parallel.echo=report has no effect with echo_slots=0"],
+    "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --parallel.echo=retry": [
+        "parallel.echo=retry has no effect without cell_factor or row_factor"],
+    "--memory.stash experts --memory.recompute experts": ["`experts` are in stash and in recompute"],
+    "--memory.stash experts --model.num-dense-layers=4": ["memory.stash has no effect without MoE layers"],
+    "--memory.stash experts --parallel.waves=2": ["memory.stash has no effect on parallel.waves"],
+    "--memory.stash experts --memory.stash-factor=0.5": ["memory.stash_factor=0.5", "at least 1"],
+    "--memory.stash-factor=2": ["memory.stash_factor=2.0 has no effect without memory.stash"],
     "--parallel.echo-hot=5": ["parallel.echo_hot=5 has no effect with echo_slots=0"],
     "--parallel.row-factor=inf": ["parallel.row_factor=inf must be finite"],
     "--parallel.row-factor=nan": ["parallel.row_factor=nan must be finite"],

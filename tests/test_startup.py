@@ -3,8 +3,8 @@
 import pytest
 
 from moex.cli import PRESETS
-from moex.config import ParallelConfig, RouterConfig
-from moex.startup import balance_rules, routing_rules, transport_rules
+from moex.config import MemoryConfig, ParallelConfig, RouterConfig
+from moex.startup import balance_rules, memory_rules, routing_rules, transport_rules
 
 
 def rules(**fields):
@@ -53,7 +53,16 @@ def test_a_presets_coefficients_are_said_as_they_are(name):
 
 def test_buffers_and_clones_are_said():
     assert transport_rules(ParallelConfig()) == "local; buffers for the worst case"
-    text = transport_rules(ParallelConfig(transport="alltoall", cell_factor=1, spill_factor=0.35, echo_slots=1))
-    assert (
-        text == "alltoall; cells x 1, spill x 0.35 of balanced, 3 sizes; clones of hot experts: 1 a device, above x 1.1"
-    )
+    bounded = dict(transport="alltoall", cell_factor=1, spill_factor=0.35, echo_slots=1)
+    sizes = "alltoall; cells x 1, spill x 0.35 of balanced, 3 sizes up to the worst case"
+    clones = "clones of hot experts{}: 1 a device, above x 1.1"
+    assert transport_rules(ParallelConfig(**bounded)) == f"{sizes}; {clones.format('')}"
+    waves = ParallelConfig(**bounded, waves=4, echo="retry")
+    assert transport_rules(waves) == f"{sizes} of a 4th of the tokens at a time; {clones.format(' in retries')}"
+
+
+def test_what_the_backward_pass_keeps_is_said():
+    assert memory_rules(MemoryConfig()) == "recompute nothing"
+    stash = MemoryConfig(recompute=("attention", "moe"), stash=("experts",))
+    assert memory_rules(stash) == "recompute attention, moe; stash experts: x 1.1 of balanced"
+    assert memory_rules(MemoryConfig(stash=("experts",), stash_factor=0)).endswith("stash experts: the worst case")

@@ -25,6 +25,7 @@ __all__ = [
     "relative_need",
     "send",
     "send_pairs",
+    "sizes",
     "unavailable",
     "within_capacity",
     "worst_case",
@@ -40,33 +41,40 @@ def unavailable(transport: str, platform: str) -> str:
     return ""
 
 
-def plan(
-    transport: str, experts_Tk, num_experts: int, fold: Fold, *,
+def sizes(
+    num_tokens: int, top_k: int, num_experts: int, fold: Fold, *,
     cell_factor: float = 0.0, spill_factor: float = 0.0, row_factor: float = 0.0, align: int = 1,
     capacity: int = 0, pad: bool = False,
-) -> Plan:  # fmt: skip
-    """Plans one dispatch: chosen experts of this device's tokens (int32 [T, k]) -> index maps.
+) -> Budget:  # fmt: skip
+    """Buffer sizes for this device's tokens.
 
     cell_factor, spill_factor, row_factor, align: see `moex.dispatch.budget.budget`.  capacity: most rows that an expert
     gets from the rows of a batch that one data-parallel rank has; 0 when there is no such limit.  pad: give it that many.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r} must be one of {tuple(TRANSPORTS)}")
     if capacity < 0 or (pad and not capacity):
         raise ValueError(f"capacity={capacity} must be above 0 to pad to it, and not negative")
     ep, etp = fold.expert.ep, fold.expert.etp
-    experts_Tk = collectives.all_gather(experts_Tk, etp, dim=0)
-    (num_tokens, top_k), ranks = experts_Tk.shape, fold.size(ep)
-    sizes = budget(
-        num_tokens, top_k, ranks, num_experts // ranks,
+    ranks = fold.size(ep)
+    found = budget(
+        num_tokens * fold.size(etp), top_k, ranks, num_experts // ranks,
         cell_factor=cell_factor, spill_factor=spill_factor, row_factor=row_factor, align=align,
     )  # fmt: skip
-    if capacity:
-        # Ranks of the context and tensor axes hold parts of the same rows, which have one capacity together.
-        row_sets = lambda axes: fold.size(tuple(a for a in axes if a in fold.dense.dp))
-        cell, whole = capacity * row_sets(etp), capacity * row_sets(ep + etp)
-        sizes = within_capacity(sizes, num_experts // ranks, cell, whole, pad=pad)
-    return TRANSPORTS[transport].plan(experts_Tk, num_experts, sizes, ep)
+    if not capacity:
+        return found
+    # Ranks of the context and tensor axes hold parts of the same rows, which have one capacity together.
+    row_sets = lambda axes: fold.size(tuple(a for a in axes if a in fold.dense.dp))
+    cell, whole = capacity * row_sets(etp), capacity * row_sets(ep + etp)
+    return within_capacity(found, num_experts // ranks, cell, whole, pad=pad)
+
+
+def plan(transport: str, experts_Tk, num_experts: int, fold: Fold, **options) -> Plan:
+    """Plans one dispatch: chosen experts of this device's tokens (int32 [T, k]) -> index maps.  options: see `sizes`."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} must be one of {tuple(TRANSPORTS)}")
+    num_tokens, top_k = experts_Tk.shape
+    found = sizes(num_tokens, top_k, num_experts, fold, **options)
+    experts_Tk = collectives.all_gather(experts_Tk, fold.expert.etp, dim=0)
+    return TRANSPORTS[transport].plan(experts_Tk, num_experts, found, fold.expert.ep)
 
 
 def relative_need(plan: Plan, num_pairs: int, fold: Fold):

@@ -11,13 +11,14 @@ from flax import nnx
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex import balance, dispatch
-from moex.balance import echo
-from moex.config import ModelConfig, ParallelConfig, RouterConfig
+from moex import balance
+from moex.config import MemoryConfig, ModelConfig, ParallelConfig, RouterConfig
+from moex.layers import passage
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
 from moex.layers.router import Router, Routing, route
 from moex.layers.tokens import own_part
+from moex.memory.stash import Stash
 
 
 class Steering(NamedTuple):
@@ -45,9 +46,10 @@ class MoEStats(NamedTuple):
     sequence_loss, global_loss: 0 where their coefficient is.  counts_E: tokens that chose each expert, dropped or not.
     plain_E: choices without bias and groups, as balance losses count them.  dropped: (token, choice) pairs beyond a
     capacity.  not_finite: real tokens with a router logit that isn't finite.  offsets_E: thresholds of quantile balancing,
-    float32; 0 without it.  clones: slots of all devices that hold one.  need: float32 [3], the cell, spill and rows
-    (`dispatch.Need`) of the device that needs most, in units of balanced routing.  experts_BSk: choices of this device's
-    tokens, or None where they weren't asked for.
+    float32; 0 without it.  clones: slots of all devices that hold one.  load: float32, rows of the busiest rank of an ep
+    group over the mean, with clones; 0 without them.  need: float32 [4], the cell, spill and rows (`dispatch.Need`) and
+    the stash of the device that needs most, in units of balanced routing.  experts_BSk: choices of this device's tokens,
+    or None where they weren't asked for.
     """
 
     balance_loss: jax.Array
@@ -61,50 +63,49 @@ class MoEStats(NamedTuple):
     not_finite: jax.Array
     offsets_E: jax.Array
     clones: jax.Array
+    load: jax.Array
     need: jax.Array
     experts_BSk: jax.Array | None = None
-
-
-class Copies(NamedTuple):
-    """weights: of this device's experts, then of the clones it holds.  chosen_Tk: the copy that each pair goes to, int32.
-    number: copies on all devices, a static int.  clones: slots of this device that hold one, int32.
-    """
-
-    weights: tuple[jax.Array, jax.Array]
-    chosen_Tk: jax.Array
-    number: int
-    clones: jax.Array
 
 
 class MoE(nnx.Module):
     """Sparse feed-forward block.  In and out: activations [B, S, D]; also returns `MoEStats`."""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelConfig = ParallelConfig()):  # noqa: B008 (frozen)
-        self.router_config, self.transport = config.router, parallel.transport
-        self.factors = dict(
-            cell_factor=parallel.cell_factor, spill_factor=parallel.spill_factor, row_factor=parallel.row_factor
-        )
-        self.echo = dict(slots=parallel.echo_slots, hot_per_home=parallel.echo_hot, cap=parallel.echo_cap)
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
+        memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
+    ):
+        self.router_config, self.parallel, self.memory = config.router, parallel, memory
+        self.num_layers = config.num_moe_layers
         self.router = Router(config.d_model, config.router)
         self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
         if config.shared_width:
             self.shared = MLP(config.d_model, config.shared_width)
 
-    def __call__(
-        self, x_BSD, steering, segments_BS, fold: Fold, *,
+    def __call__(self, x_BSD, steering, segments_BS, fold: Fold, **options) -> tuple[jax.Array, MoEStats]:
+        """Activations and statistics, see `run`."""
+        return self.run(x_BSD, None, steering, segments_BS, fold, **options)[:2]
+
+    def run(
+        self, x_BSD, stash: Stash | None, steering, segments_BS, fold: Fold, *,
         index_BS=None, training: bool = False, record: bool = False, checkpoint_experts=lambda f: f,
-    ):  # fmt: skip
+    ) -> tuple[jax.Array, MoEStats, Stash | None]:  # fmt: skip
         """Runs the block on this device's tokens.
 
         Args:
+          stash: of `empty_stash` or the MoE layer before, to keep the experts' rows in.
           steering: a `Steering`, or only its bias_E, or None.
           segments_BS: document of each token, 0 for padding, which no expert computes; or bool, True for real tokens.
           index_BS: place of each token in its row; its place in the array otherwise.
           training: dropping, noise, Sinkhorn's selection and loss statistics that only training needs.
           record: return the choices too.
           checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
+
+        Returns: activations, statistics, and the stash as it is after this layer.
         """
-        config, transport, axes = self.router_config, self.transport, fold.dense.tokens
+        config, axes = self.router_config, fold.dense.tokens
         steering = Steering.of(steering)
         if index_BS is None:
             index_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
@@ -117,33 +118,45 @@ class MoE(nnx.Module):
             if dropping := training and config.capacity_factor > 0:
                 wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)
             statistics = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
-        with jax.named_scope("dispatch"):
-            capacity = self._capacity(x_BSD.shape, fold) if dropping else 0
-            copies = self._copies(wanted_Tk, fold)
-            plan = dispatch.plan(
-                transport, copies.chosen_Tk, copies.number, fold,
-                **self.factors, capacity=capacity, pad=dropping and config.pad_to_capacity,
-            )  # fmt: skip
-            rows_RD = dispatch.send(transport, x_TD, plan, fold)
-            weights_R = dispatch.send_pairs(transport, weights_Tk, plan, fold)
-        with jax.named_scope("experts"):
-            run = lambda rows_RD, weights_R: self.experts(rows_RD, weights_R, plan.sizes_e, copies.weights)
-            rows_RD = checkpoint_experts(run)(rows_RD, weights_R)
-        with jax.named_scope("combine"):
-            y_BSD = dispatch.combine(transport, rows_RD, plan, fold).reshape(x_BSD.shape)
+        copies = passage.copies(self.experts, wanted_Tk, config.num_experts, fold, self.parallel)
+        y_TD, account, stash = passage.through_experts(
+            self.experts, x_TD, weights_Tk, copies, fold, self._way(x_BSD.shape, fold, dropping=dropping),
+            stash, checkpoint_experts,
+        )  # fmt: skip
+        y_BSD = y_TD.reshape(x_BSD.shape)
         lost = real_T[:, None] & (wanted_Tk == config.num_experts)
         stats = MoEStats(
             **statistics,
-            overflow=collectives.psum(plan.overflow, axes),
+            overflow=collectives.psum(account.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
             clones=collectives.psum(copies.clones, axes),
-            need=collectives.pmax(dispatch.relative_need(plan, wanted_Tk.size, fold), axes),
+            load=collectives.pmax(copies.load, axes),
+            need=collectives.pmax(account.need, axes),
             experts_BSk=wanted_Tk.reshape(*x_BSD.shape[:2], -1) if record else None,
         )
         if hasattr(self, "shared"):
             with jax.named_scope("shared_expert"):
                 y_BSD += self.shared(x_BSD, fold)
-        return y_BSD, stats
+        return y_BSD, stats, stash
+
+    def empty_stash(self, matrices, shape_BSD, dtype, fold: Fold) -> Stash:
+        """What the first of the model's MoE layers is given, for activations of this shape and dtype in training.
+
+        matrices: shapes of `Experts.matrices`.
+        """
+        way = self._way(shape_BSD, fold, dropping=self.router_config.capacity_factor > 0)
+        num_tokens, num_experts = shape_BSD[0] * shape_BSD[1], self.router_config.num_experts
+        return passage.empty_stash(self.experts, matrices, num_tokens, dtype, num_experts, fold, way)
+
+    def _way(self, shape_BSD, fold: Fold, *, dropping: bool) -> passage.Way:
+        router = self.router_config
+        way = passage.Way(self.parallel, router.top_k)
+        if dropping:
+            way = way._replace(capacity=self._capacity(shape_BSD, fold), pad=router.pad_to_capacity)
+        if "experts" not in self.memory.stash:
+            return way
+        num_tokens, factor = shape_BSD[0] * shape_BSD[1], self.memory.stash_factor
+        return passage.with_stash(way, self.num_layers, num_tokens, router.num_experts, fold, factor)
 
     def _route(self, x_TD, real_T, steering: Steering, index_BS, fold: Fold, training: bool):
         """Logits [T, E] and `Routing` of this device's tokens."""
@@ -171,25 +184,6 @@ class MoE(nnx.Module):
             rows(experts_Tk), rows(weights_Tk), index_BS, self.router_config, axes=fold.dense.sequence
         )
         return (x.reshape(experts_Tk.shape) for x in kept)
-
-    def _copies(self, experts_Tk, fold: Fold) -> Copies:
-        """The experts as they stand, or with clones of hot ones on other devices."""
-        own = self.experts.gate_up[...], self.experts.down[...]
-        num_experts, ep, slots = self.router_config.num_experts, fold.expert.ep, self.echo["slots"]
-        if not slots or not ep:
-            return Copies(own, experts_Tk, num_experts, jnp.int32(0))
-        all_Tk = collectives.all_gather(experts_Tk, fold.expert.etp, dim=0)  # as the transport will have them
-        counts_E = balance.expert_counts(all_Tk, jnp.ones(all_Tk.shape[:1], bool), num_experts)
-        counts_nE = collectives.all_gather(counts_E[None], ep, dim=0)
-        me, part = collectives.axis_index(ep), collectives.axis_index(fold.expert.etp)
-        clones = echo.plan_clones(counts_nE.sum(axis=0), fold.size(ep), **self.echo)
-        copies_Tk = echo.split_pairs(all_Tk, counts_nE, clones, me)
-        copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
-        with jax.named_scope("clones"):
-            fetch = lambda w: echo.fetch_weights(w, clones.slot_nS, self.echo["hot_per_home"], ep)
-            gate_up, down = (jnp.concatenate([w, fetch(w)]) for w in own)
-        held = jnp.where(part == 0, (clones.slot_nS[me] >= 0).sum(dtype=jnp.int32), 0)  # once for each width split
-        return Copies((gate_up, down), copies_Tk, num_experts + fold.size(ep) * slots, held)
 
     def _capacity(self, shape, fold: Fold) -> int:
         """Most rows that an expert can get from the rows of a batch that this device has its part of."""

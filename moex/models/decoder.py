@@ -13,7 +13,7 @@ from jax import lax
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex.config import ModelConfig, ParallelConfig
+from moex.config import MemoryConfig, ModelConfig, ParallelConfig
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
@@ -22,6 +22,7 @@ from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
 from moex.layers.tokens import Tokens, own_part
 from moex.memory.recompute import recomputed
+from moex.memory.stash import Stash, sink
 
 Enter = Callable[[str, Mapping], Mapping]
 
@@ -34,33 +35,37 @@ def as_they_are(_: str, params: Mapping) -> Mapping:
 class Layer(nnx.Module):
     """One pre-norm layer: attention, then a dense MLP or experts."""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelConfig, *, sparse: bool):
+    def __init__(self, config: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig, *, sparse: bool):
         kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
-        self.sparse = sparse
+        self.sparse, self.recompute = sparse, memory.recompute
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = kinds[config.attention.kind](
             config.d_model, config.attention, config.norm_eps, context=parallel.context
         )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if sparse:
-            self.moe = MoE(config, parallel)
+            self.moe = MoE(config, parallel, memory)
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
 
-    def __call__(self, x_BSD, steering: Steering, tokens: Tokens, fold: Fold, recompute: tuple[str, ...], **options):
-        """Returns activations like x_BSD, and `MoEStats` of a sparse layer or None.  options: `training`, `record`."""
+    def __call__(self, x_BSD, stash: Stash | None, steering: Steering, tokens: Tokens, fold: Fold, **options):
+        """Returns activations like x_BSD, the stash after this layer, and `MoEStats` of a sparse layer or None.
+
+        options: `training`, `record`, see `MoE`.
+        """
         with jax.named_scope("attention"):
-            attend = recomputed("attention", recompute)(lambda x: self.attention(self.attention_norm(x), tokens, fold))
-            x_BSD += attend(x_BSD)
+            attend = lambda x: self.attention(self.attention_norm(x), tokens, fold)
+            x_BSD += recomputed("attention", self.recompute)(attend)(x_BSD)
         if not self.sparse:
             with jax.named_scope("mlp"):
-                return x_BSD + recomputed("mlp", recompute)(lambda x: self.mlp(self.ffn_norm(x), fold))(x_BSD), None
+                mlp = lambda x: self.mlp(self.ffn_norm(x), fold)
+                return x_BSD + recomputed("mlp", self.recompute)(mlp)(x_BSD), stash, None
         with jax.named_scope("moe"):
             segments_BS, index_BS = own_part(tokens.segments, fold), own_part(tokens.index, fold)
-            options |= dict(index_BS=index_BS, checkpoint_experts=recomputed("experts", recompute))
-            moe = lambda x: self.moe(self.ffn_norm(x), steering, segments_BS, fold, **options)
-            y_BSD, stats = recomputed("moe", recompute)(moe)(x_BSD)
-            return x_BSD + y_BSD, stats
+            options |= dict(index_BS=index_BS, checkpoint_experts=recomputed("experts", self.recompute))
+            moe = lambda x, stash: self.moe.run(self.ffn_norm(x), stash, steering, segments_BS, fold, **options)
+            y_BSD, stats, stash = recomputed("moe", self.recompute)(moe)(x_BSD, stash)
+            return x_BSD + y_BSD, stash, stats
 
 
 class Ends(nnx.Module):
@@ -85,11 +90,10 @@ class Decoder:
         self,
         config: ModelConfig,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
-        *,
-        recompute: tuple[str, ...] = (),
+        memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
     ):
-        self.config, self.recompute = config, recompute
-        layer = lambda sparse: Layer(config, parallel, sparse=sparse)
+        self.config, self.memory = config, memory
+        layer = lambda sparse: Layer(config, parallel, memory, sparse=sparse)
         stacks = dict(dense_layers=(config.num_dense_layers, False), moe_layers=(config.num_moe_layers, True))
         self._graphs = {name: nnx.graphdef(layer(sparse)) for name, (count, sparse) in stacks.items() if count}
         self.declarations = dict(ends=declarations(Ends(config))) | {
@@ -118,16 +122,28 @@ class Decoder:
         options = dict(training=training, record=record)
         for name, graph in self._graphs.items():
 
-            def body(x_BSD, layer, name=name, graph=graph):
-                def run(x_BSD, weights, steering):
+            def body(carry, layer, name=name, graph=graph):
+                def run(x_BSD, stash, weights, steering):
                     decoder_layer = nnx.merge(graph, enter(name, weights))
-                    return decoder_layer(x_BSD, steering, tokens, fold, self.recompute, **options)
+                    return decoder_layer(x_BSD, stash, steering, tokens, fold, **options)
 
-                return recomputed("layer", self.recompute)(run)(x_BSD, *layer)
+                x_BSD, stash, stats = recomputed("layer", self.memory.recompute)(run)(*carry, *layer)
+                return (x_BSD, stash), stats
 
-            x_BSD, stats = lax.scan(body, x_BSD, (params[name], steering if name == "moe_layers" else Steering()))
+            sparse = name == "moe_layers"
+            stash = self._stash(x_BSD, params[name], enter, fold) if sparse and training and self.memory.stash else None
+            layers = params[name], steering if sparse else Steering()
+            (x_BSD, stash), stats = lax.scan(body, (x_BSD, stash), layers)
+            x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
         with jax.named_scope("final_norm"):
             return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
+
+    def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
+        """An empty one for activations like these."""
+        first_layer = lambda: enter("moe_layers", jax.tree.map(lambda w: w[0], weights))
+        moe = lambda weights: nnx.merge(self._graphs["moe_layers"], weights).moe
+        matrices = jax.eval_shape(moe(first_layer()).experts.matrices)
+        return moe(jax.eval_shape(first_layer)).empty_stash(matrices, x_BSD.shape, x_BSD.dtype, fold)
 
     def head(self, params: Mapping, enter: Enter = as_they_are):
         """The head's weight [V, D], float32; the embedding where they are tied."""

@@ -42,7 +42,9 @@ OPTIONAL_FIELDS = {
     "need_cell": "rows that the fullest all-to-all cell needed, in units of balanced routing",
     "need_spill": "rows that were over their cells, of one device, in units of balanced routing",
     "need_rows": "rows that the fullest expert buffer needed, in units of balanced routing",
-    "clones": "clones of hot experts, summed over MoE layers and micro-batches",
+    "need_stash": "rows of the stash that the device with most used, in units of balanced routing",
+    "clones": "clones of hot experts, summed over MoE layers and micro-batches; with parallel.echo=report, would-be ones",
+    "echo_load": "rows of the busiest rank over the mean with clones, largest of all MoE layers and micro-batches",
     "rung": "which of the rising buffer sizes the step ran with, 0 the smallest",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",
@@ -124,6 +126,10 @@ class RunLog:
         replace_file(self.metrics_path, b"".join(line.raw for line in kept))
         self._metrics = self.metrics_path.open("ab")
         return len(moved)
+
+    def rungs(self) -> list[int]:
+        """The buffer size that each step ended on, as far as lines tell."""
+        return [line.record["rung"] for line in iter_lines(self.metrics_path) if "rung" in line.record]
 
     def close(self) -> None:
         """Closes both files; a second call does nothing."""

@@ -25,6 +25,9 @@ from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate
 from moex.train.state import Leaf, TrainState, count
 
+NEEDS = ("need_cell", "need_spill", "need_rows", "need_stash")
+"""Metrics: the factors that would have been enough for a step."""
+
 
 class Batch(NamedTuple):
     """A step's tokens, int32 [A, B, S] unless said otherwise; micro-batch i holds the same rows on every mesh.
@@ -46,7 +49,7 @@ class Batch(NamedTuple):
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
-    micro-batches, offsets_LE over micro-batches; counts are sums; need is the most of any.
+    micro-batches, offsets_LE over micro-batches; counts are sums; load and need are the most of any.
     """
 
     lm_loss: Leaf
@@ -61,11 +64,13 @@ class Sums(NamedTuple):
     not_finite: Leaf
     clones: Leaf
     offsets_LE: Leaf
+    load: Leaf
     need: Leaf
 
     def joined(self, other: "Sums") -> "Sums":
         """Of the micro-batches of both."""
-        return jax.tree.map(jnp.add, self, other)._replace(need=jnp.maximum(self.need, other.need))
+        most = {name: jnp.maximum(getattr(self, name), getattr(other, name)) for name in ("load", "need")}
+        return jax.tree.map(jnp.add, self, other)._replace(**most)
 
 
 def batch_specs(fold: Fold, *, replay: bool = False) -> Batch:
@@ -159,6 +164,7 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
         counts_LE=stats.counts_E,
         plain_LE=stats.plain_E,
         offsets_LE=stats.offsets_E * share,
+        load=stats.load.max(),
         need=stats.need.max(axis=0),
         **{name: getattr(stats, name).sum() for name in ("overflow", "dropped", "not_finite", "clones")},
     )
@@ -168,7 +174,7 @@ def no_sums(shape_LE: tuple[int, int]) -> Sums:
     """`Sums` of nothing: zeros."""
     none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
     zeros = dict.fromkeys(("overflow", "dropped", "not_finite", "clones"), jnp.int32(0))
-    floats = dict(offsets_LE=counts.astype(jnp.float32), need=jnp.zeros((3,), jnp.float32))
+    floats = dict(offsets_LE=counts.astype(jnp.float32), load=none, need=jnp.zeros((len(NEEDS),), jnp.float32))
     return Sums(none, none, none, none, none, counts, counts, **zeros, **floats)
 
 
@@ -275,9 +281,10 @@ def make_train_step(
         router = config.model.router
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
-        metrics |= dict(clones=sums.clones) if config.parallel.echo_slots else {}
+        metrics |= dict(clones=sums.clones, echo_load=sums.load) if config.parallel.echo_slots else {}
         if config.model.num_moe_layers:
-            metrics |= dict(zip(("need_cell", "need_spill", "need_rows"), sums.need, strict=True))
+            needs = dict(zip(NEEDS, sums.need, strict=True))
+            metrics |= needs if config.memory.stash else {n: x for n, x in needs.items() if n != "need_stash"}
         return _where(go, after, state), metrics
 
     return step

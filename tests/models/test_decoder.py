@@ -11,7 +11,7 @@ import pytest
 from configs.deepseek import tiny_deepseek
 from configs.tiny import tiny
 from mesh import ALONE
-from moex.config import AttentionConfig, ModelConfig, RouterConfig
+from moex.config import AttentionConfig, MemoryConfig, ModelConfig, RouterConfig
 from moex.layers import param
 from moex.layers.tokens import Tokens, unpacked
 from moex.models.decoder import Decoder
@@ -145,7 +145,7 @@ def gradients(recompute):
     """Of a loss over one packed row and all router weights zero, so that every choice of experts is a tie."""
     zero_routers = lambda path, x: x * 0 if "'router'" in jax.tree_util.keystr(path) else x
     params = jax.tree_util.tree_map_with_path(zero_routers, small()[1])
-    decoder = Decoder(SMALL, recompute=recompute)
+    decoder = Decoder(SMALL, memory=MemoryConfig(recompute=recompute))
 
     def loss(params):
         hidden, stats = decoder.hidden(params, None, row(1, 5), packed(), ALONE, jnp.float32)

@@ -15,7 +15,7 @@ from jax import lax
 from mesh import collectives
 from mesh.vma import typed, unvary
 from moex import dispatch
-from moex.config import AttentionConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
+from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
 from moex.layers import blockwise, param
 from moex.layers.attention import attend
 from moex.layers.blockwise import Places
@@ -28,6 +28,7 @@ from moex.layers.norm import RMSNorm
 from moex.layers.rope import rotate
 from moex.layers.router import Router, balance_loss, route, z_loss
 from moex.layers.tokens import Tokens
+from moex.memory.stash import sink
 from moex.models.decoder import embed
 from moex.train.loss import cross_entropy_sum
 from pallas_kernels import grouped_matmul, vma
@@ -220,6 +221,12 @@ def routers():
         module = MoE(config, ParallelConfig(transport=name.split(",")[0], **clones))
         yield f"moe by {name}", module_case(module, moe, dict(x=normal(0, B, S, D), real=SEGMENTS > 0), **over(view))
 
+    for name in ("local", "alltoall"):
+        config = ModelConfig(d_model=D, expert_width=F, num_layers=2, router=ROUTERS["sigmoid"])
+        module = MoE(config, ParallelConfig(transport=name), MemoryConfig(stash=("experts",)))
+        case = module_case(module, twice_with_stash, dict(x=normal(0, B, S, D)), **over(MOE_VIEWS[name]))
+        yield f"moe twice with a stash by {name}", case
+
     for name, router in TRAINED.items():
         config = ModelConfig(d_model=D, expert_width=F, router=router)
         module = MoE(config, ParallelConfig(transport="alltoall"))
@@ -227,9 +234,20 @@ def routers():
         yield f"moe in training, {name}", module_case(module, trained_moe, inputs, **over(MOE_VIEWS["alltoall"]))
 
 
+def twice_with_stash(module, inputs, fold):
+    if not fold.names:
+        module.parallel = ParallelConfig()
+    x, real = inputs["x"], np.ones(inputs["x"].shape[:2], bool)
+    stash = module.empty_stash(module.experts.matrices(), x.shape, x.dtype, fold)
+    for _ in range(2):
+        y, _, stash = module.run(x, stash, None, real, fold)
+        x += y
+    return sink(x, stash)
+
+
 def trained_moe(module, inputs, fold):
     if not fold.names:
-        module.transport = "local"
+        module.parallel = ParallelConfig()
     steering = Steering(np.zeros(E, np.float32), np.arange(E, dtype=np.int32), jax.random.key(1))
     y, stats = module(inputs["x"], steering, inputs["segments"], fold, training=True)
     return y, stats.balance_loss, stats.sequence_loss, stats.global_loss, stats.z_loss
@@ -241,7 +259,7 @@ def over(view):
 
 def moe(module, inputs, fold):
     if not fold.names:
-        module.transport = "local"
+        module.parallel = ParallelConfig()
     y, stats = module(inputs["x"], np.linspace(-0.2, 0.2, E, dtype=np.float32), inputs["real"], fold)
     return y, stats.balance_loss, stats.z_loss
 

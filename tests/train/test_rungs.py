@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from moex.config import ParallelConfig, RunConfig
-from moex.train.rungs import MANY, WINDOW, Rungs, ladder
+from moex.config import MemoryConfig, ParallelConfig, RunConfig
+from moex.train.rungs import WINDOW, Rungs, ladder, usual_of
 
 
 def factors(config):
@@ -25,8 +25,26 @@ def test_the_worst_case_is_one_size():
     assert ladder(RunConfig()) == (RunConfig(),)
 
 
+def test_a_stash_grows_with_the_buffers():
+    memory = MemoryConfig(stash=("experts",), stash_factor=1.25)
+    found = ladder(RunConfig(memory=memory))
+    assert [c.memory.stash_factor for c in found] == [1.25, 2.5, 0]
+    parallel = ParallelConfig(ep=2, transport="alltoall", cell_factor=1.0, waves=4)
+    found = ladder(RunConfig(memory=memory, parallel=parallel))
+    assert [c.memory for c in found][-1] == MemoryConfig(), "waves keep no rows"
+    assert [c.memory.stash for c in found][:-1] == [("experts",)] * 2
+    assert ladder(RunConfig(memory=dataclasses.replace(memory, stash_factor=0.0)))[1:] == ()
+
+
+def test_clones_may_be_for_retries():
+    parallel = ParallelConfig(ep=2, transport="alltoall", row_factor=1.0, echo_slots=1)
+    assert [c.parallel.echo for c in ladder(RunConfig(parallel=parallel))] == ["always"] * 3
+    parallel = dataclasses.replace(parallel, echo="retry")
+    assert [c.parallel.echo for c in ladder(RunConfig(parallel=parallel))] == ["report", "always", "always"]
+
+
 def test_only_the_step_that_overflowed_is_raised():
-    rungs = Rungs(3)
+    rungs = Rungs(3, 0.05)
     assert [rungs.of(step) for step in range(3)] == [0, 0, 0]
     assert rungs.overflowed(1, 0) == 1
     assert [rungs.of(step) for step in range(3)] == [0, 1, 0]
@@ -36,13 +54,41 @@ def test_only_the_step_that_overflowed_is_raised():
         rungs.overflowed(1, 2)
 
 
-def test_many_retries_raise_the_usual_size_and_few_do_not():
-    often, seldom = Rungs(3), Rungs(3)
-    for i in range(MANY):
-        often.overflowed(10 * i, often.of(10 * i))
-        seldom.overflowed(WINDOW * i, seldom.of(WINDOW * i))
-    assert (often.of(1000), seldom.of(1000)) == (1, 0)
-    for i in range(4 * MANY):
-        if often.of(1000 + i) < often.last:
-            often.overflowed(1000 + i, often.of(1000 + i))
-    assert often.of(2000) == 2, "never above the last"
+@pytest.mark.parametrize("tail, often", [(0.0, 1), (0.02, 2), (0.05, 3), (0.9, 46)])
+def test_more_overflows_than_the_tail_raise_the_usual_size(tail, often):
+    """Of fifty steps, a share `tail` may overflow; one more, and all steps begin larger."""
+    rungs = Rungs(3, tail)
+    for i in range(often):
+        assert rungs.usual == 0
+        rungs.overflowed(i, rungs.of(i))
+    assert rungs.usual == 1
+    seldom = Rungs(3, tail)
+    for step in range(0, 3 * often * WINDOW, WINDOW):
+        if seldom.of(step) < seldom.last:
+            seldom.overflowed(step, seldom.of(step))
+    assert seldom.usual == (0 if tail >= 0.02 else 2), "never above the last"
+
+
+def test_a_quiet_window_lowers_it_again_and_each_mistake_makes_that_rarer():
+    rungs = Rungs(3, 0.0)
+    step, until_lower = 0, []
+    for _ in range(3):
+        rungs.overflowed(step, rungs.of(step))
+        assert rungs.usual == 1
+        rungs.applied(step, 1)
+        first = step
+        while rungs.usual:
+            step += 1
+            rungs.applied(step, rungs.of(step))
+        until_lower.append(step - first + 1)
+    assert until_lower == [2 * WINDOW, 4 * WINDOW, 8 * WINDOW]
+
+
+def test_a_run_goes_on_with_the_size_its_last_steps_needed():
+    assert usual_of([], 0.05) == 0
+    assert usual_of([2] * 100 + [0] * WINDOW, 0.05) == 0
+    assert usual_of([0] * 48 + [2, 1], 0.05) == 0
+    assert usual_of([0] * 47 + [2, 1, 1], 0.05) == 1
+    assert usual_of([0] * 46 + [2] * 4, 0.05) == 2
+    assert usual_of([0] * 49 + [1], 0.0) == 1
+    assert Rungs(2, 0.05, usual=2).of(7) == 1, "a run with fewer sizes now"

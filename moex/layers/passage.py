@@ -1,0 +1,194 @@
+"""Tokens on their way through the experts: dispatch, expert MLPs, combine; with clones of hot experts, rows kept in a
+stash, or tokens in waves.
+
+T tokens of this device, D model width, E experts, e of this device, k a token, S clone slots, R rows of the experts' buffer.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesh import collectives
+from mesh.fold import Fold
+from moex import balance, dispatch
+from moex.balance import echo
+from moex.config import ParallelConfig
+from moex.layers.experts import Experts
+from moex.memory import stash as stashing
+from moex.memory.stash import Stash
+
+
+class Way(NamedTuple):
+    """What is static of it.  parallel: transport, buffers, waves, clones.  capacity: most rows that an expert gets from this
+    data-parallel rank's rows of a batch, 0 for no limit; pad: it gets exactly that many.  top_k: experts a token.
+    stash_rows: that all layers' experts may keep together, 0 without a stash; balanced_rows: what they use when routing is
+    balanced.
+    """
+
+    parallel: ParallelConfig
+    top_k: int
+    capacity: int = 0
+    pad: bool = False
+    stash_rows: int = 0
+    balanced_rows: int = 0
+
+    @property
+    def waves(self) -> int:
+        """Waves are for buffers of the worst case."""
+        return 1 if self.parallel.bounded else self.parallel.waves
+
+    def options(self) -> dict:
+        """What `dispatch.plan` and `dispatch.sizes` take beside the choices."""
+        p = self.parallel
+        factors = dict(cell_factor=p.cell_factor, spill_factor=p.spill_factor, row_factor=p.row_factor)
+        return factors | dict(capacity=self.capacity, pad=self.pad)
+
+
+class Copies(NamedTuple):
+    """Experts and their clones.  matrices: gate_up and down of this device's experts, then of the clones it holds.
+    chosen_Tk: int32, the copy that each pair goes to.  number: copies on all devices.  clones: int32, slots of this device
+    that hold one.  load: float32, rows of the busiest rank over the mean, with clones.
+    """
+
+    matrices: tuple[jax.Array, jax.Array]
+    chosen_Tk: jax.Array
+    number: int
+    clones: jax.Array
+    load: jax.Array
+
+
+class Account(NamedTuple):
+    """Of this device.  overflow: int32, pairs or stashed rows without room.  need: float32 [4], the factors of cell, spill,
+    rows and stash that would have been enough.
+    """
+
+    overflow: jax.Array
+    need: jax.Array
+
+
+def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel: ParallelConfig) -> Copies:
+    """The experts as they stand, or with clones of hot ones on other devices; or only what clones would do.
+
+    experts_Tk: int32, the expert of each pair of this device, `num_experts` for nobody.
+    """
+    own, ep, slots = experts.matrices(), fold.expert.ep, parallel.echo_slots
+    if not slots or not ep:
+        return Copies(own, experts_Tk, num_experts, jnp.int32(0), jnp.float32(0))
+    all_Tk = collectives.all_gather(experts_Tk, fold.expert.etp, dim=0)  # as the transport will have them
+    counts_E = balance.expert_counts(all_Tk, jnp.ones(all_Tk.shape[:1], bool), num_experts)
+    counts_nE = collectives.all_gather(counts_E[None], ep, dim=0)
+    tokens_E, ranks = counts_nE.sum(axis=0), fold.size(ep)
+    me, part = collectives.axis_index(ep), collectives.axis_index(fold.expert.etp)
+    options = dict(slots=slots, hot_per_home=parallel.echo_hot, cap=parallel.echo_cap)
+    plan = echo.plan_clones(tokens_E, ranks, **options)
+    held = jnp.where(part == 0, (plan.slot_nS[me] >= 0).sum(dtype=jnp.int32), 0)  # once for each width split
+    mean = jnp.maximum(tokens_E.sum(), 1).astype(jnp.float32) / ranks
+    load = plan.loads(tokens_E).max().astype(jnp.float32) / mean
+    if not _clone_slots(parallel, fold):
+        return Copies(own, experts_Tk, num_experts, held, load)
+    copies_Tk = echo.split_pairs(all_Tk, counts_nE, plan, me)
+    copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
+    with jax.named_scope("clones"):
+        fetch = lambda w: echo.fetch_weights(w, plan.slot_nS, parallel.echo_hot, ep)
+        gate_up, down = (jnp.concatenate([w, fetch(w)]) for w in own)
+    return Copies((gate_up, down), copies_Tk, num_experts + ranks * slots, held, load)
+
+
+def with_stash(way: Way, num_layers: int, num_tokens: int, num_experts: int, fold: Fold, factor: float) -> Way:
+    """The same with a stash of `factor` times what `num_layers` layers use when routing is balanced; 0 for the worst case.
+
+    num_tokens: this device's tokens of a micro-batch.
+    """
+    worst = num_layers * _buffer_rows(num_tokens, num_experts, fold, way)
+    balanced = num_layers * num_tokens * way.top_k * fold.size(fold.expert.etp)
+    rows = min(math.ceil(balanced * factor), worst) if factor else worst
+    return way._replace(stash_rows=rows, balanced_rows=balanced)
+
+
+def empty_stash(experts: Experts, matrices, num_tokens: int, dtype, num_experts: int, fold: Fold, way: Way) -> Stash:
+    """The stash that `through_experts` begins its first layer with.  matrices: shapes of this device's experts'."""
+    shape, slots = jax.ShapeDtypeStruct, _clone_slots(way.parallel, fold)
+    rows = _buffer_rows(num_tokens, num_experts, fold, way)
+    matrices = tuple(shape((w.shape[0] + slots, *w.shape[1:]), w.dtype) for w in matrices)
+    given = (shape((rows, matrices[0].shape[1]), dtype), shape((rows,), jnp.float32))
+    ints = (shape(matrices[0].shape[:1], jnp.int32),)
+    return stashing.empty(_apply(experts), way.stash_rows, ints, given, matrices, fold.dense.tokens)
+
+
+def through_experts(
+    experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way, stash: Stash | None, checkpoint: Callable
+) -> tuple[jax.Array, Account, Stash | None]:
+    """The sum [T, D] over each token's experts of their weighed results.
+
+    checkpoint: wraps the experts' function, to have their hidden rows computed again in the backward pass.
+    """
+    if way.waves > 1:
+        return *_in_waves(experts, x_TD, weights_Tk, copies, fold, way), stash
+    plan = _plan(copies.chosen_Tk, copies.number, fold, way)
+    with jax.named_scope("dispatch"):
+        rows = _rows(x_TD, weights_Tk, plan, fold, way)
+    run, ints = _apply(experts), (plan.sizes_e,)
+    account = Account(plan.overflow, jnp.append(dispatch.relative_need(plan, weights_Tk.size, fold), 0))
+    with jax.named_scope("experts"):
+        if stash is None:
+            out_RD = checkpoint(lambda rows: run(ints, rows, copies.matrices))(rows)
+        else:
+            used = plan.sizes_e.sum(dtype=jnp.int32)
+            out_RD, stash = stashing.stashed(run, way.stash_rows)(stash, used, ints, rows, copies.matrices)
+            account = _with_stash(account, stash, way)
+    with jax.named_scope("combine"):
+        return dispatch.combine(way.parallel.transport, out_RD, plan, fold), account, stash
+
+
+def _apply(experts: Experts) -> Callable:
+    """The experts as a function of (sizes), (rows, weights), (matrices), which is how a stash takes it."""
+    return lambda ints, rows, matrices: experts(rows[0], rows[1], ints[0], matrices)
+
+
+def _plan(chosen_Tk, number: int, fold: Fold, way: Way):
+    with jax.named_scope("dispatch"):
+        return dispatch.plan(way.parallel.transport, chosen_Tk, number, fold, **way.options())
+
+
+def _rows(x_TD, weights_Tk, plan, fold: Fold, way: Way):
+    transport = way.parallel.transport
+    return dispatch.send(transport, x_TD, plan, fold), dispatch.send_pairs(transport, weights_Tk, plan, fold)
+
+
+def _clone_slots(parallel: ParallelConfig, fold: Fold) -> int:
+    """Slots of each rank that weights are fetched for."""
+    return parallel.echo_slots if parallel.echo == "always" and fold.expert.ep else 0
+
+
+def _buffer_rows(num_tokens: int, num_experts: int, fold: Fold, way: Way) -> int:
+    number = num_experts + fold.size(fold.expert.ep) * _clone_slots(way.parallel, fold)
+    return dispatch.sizes(num_tokens, way.top_k, number, fold, **way.options()).rows
+
+
+def _with_stash(account: Account, stash: Stash, way: Way) -> Account:
+    """Adds what the stash has no room for, and what it needs."""
+    over, need = jnp.maximum(stash.at - way.stash_rows, 0), stash.at / jnp.float32(way.balanced_rows)
+    return Account(account.overflow + over, account.need.at[3].set(need))
+
+
+def _in_waves(experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way) -> tuple[jax.Array, Account]:
+    """Some tokens after the others, each part with buffers of its own that hold its worst case.
+
+    Of a part only the tokens are kept for the backward pass. An expert's weight gradient is summed part by part: the one
+    thing here that changes last bits.
+    """
+    at_once = way._replace(parallel=dataclasses.replace(way.parallel, waves=1))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def wave(x_TD, weights_Tk, chosen_Tk, matrices):
+        part = copies._replace(chosen_Tk=chosen_Tk, matrices=matrices)
+        return through_experts(experts, x_TD, weights_Tk, part, fold, at_once, None, lambda f: f)[:2]
+
+    parts = [x.reshape(way.waves, -1, *x.shape[1:]) for x in (x_TD, weights_Tk, copies.chosen_Tk)]
+    _, (y, account) = jax.lax.scan(lambda _, one: (None, wave(*one, copies.matrices)), None, tuple(parts))
+    return y.reshape(x_TD.shape), Account(account.overflow.sum(dtype=jnp.int32), account.need.mean(axis=0))
