@@ -10,10 +10,8 @@ N steps, T tokens a step, A micro-batches, B rows, D width, C clusters, E expert
 
 import argparse
 import dataclasses
-import re
 import sys
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +26,7 @@ from moex import balance
 from moex.config import RouterConfig
 from moex.layers.router import route
 from moex.observe.load import max_over_mean
-from moex.observe.style import CSS
-from moex.observe.svg import INK, inline, legend, log_axis, new_figure, plot_style, title
+from moex.observe.svg import INK, inline, legend, log_axis, new_figure, plot_style, standalone, title
 
 LIMIT = 1.3
 """Busiest expert over the mean: below it the load counts as even."""
@@ -279,17 +276,10 @@ def draw(counts: Mapping[str, np.ndarray], chance: float):
 
 
 def svg(counts: Mapping[str, np.ndarray], chance: float, description: str) -> str:
-    """The figure as a file, in the report's light colours on white; the description is for those who can't see it."""
-    colours = dict(reversed(re.findall(r"--(\w+): (#\w{6});", CSS.split("@media")[0])))
+    """The figure as a file; the description is for those who can't see it."""
     with plot_style("balance"):
         drawn = inline(draw(counts, chance), "balance", "Load of the experts by step for each balancer")
-    drawn = re.sub(r"var\(--(\w+)\)", lambda m: colours.get(m[1], "Helvetica, Arial, sans-serif"), drawn)
-    opening, rest = drawn.split(">", 1)
-    box = re.search(r'viewBox="0 0 (\S+) (\S+)"', opening)
-    assert box, "inline keeps the viewBox"
-    opening += f' width="{box[1]}" height="{box[2]}" xmlns="http://www.w3.org/2000/svg"'
-    about = f"<desc>{escape(description, quote=False)}</desc>"
-    return f'{opening}>{about}<rect width="100%" height="100%" fill="#ffffff"/>{rest}\n'
+    return standalone(drawn, description)
 
 
 def main(arguments: list[str] | None = None) -> int:

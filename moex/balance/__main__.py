@@ -1,35 +1,40 @@
 """What a run's own routing would need on other numbers of ranks: `python -m moex.balance simulate RUN --ep 8 64`.
 
-Reads the tokens of every expert from RUN/metrics.jsonl, a draw for each step and MoE layer, and prints the load of the
-busiest rank over the mean, without and with clones of hot experts. E experts, n ranks.
+Reads the choices that the run recorded (`observe.record_routing_every`), a draw for each step, micro-batch and MoE layer:
+the load of the busiest rank and what buffers need, without and with clones of hot experts. Without recorded choices it
+takes the tokens of every expert from RUN/metrics.jsonl, which tell loads only. E experts, n ranks.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from moex.balance.echo import plan_clones
+from moex.balance.simulate import Cloning, Simulated, group_counts, overflowing, retries, simulate
 from moex.cli import fail
+from moex.observe import needs, routing
 from moex.observe.jsonl import read_jsonl
 
 QUANTILES = (0.5, 0.99, 1.0)
 
 
-class Loads(NamedTuple):
-    """Of every draw: the busiest rank's rows over the mean, without and with clones; how many clones."""
+def recorded(run: Path, num_ranks: int, tokens_per_rank: int, first_step: int) -> np.ndarray | None:
+    """Draws [D, n, E] of the recorded choices; None when there are none."""
+    draws = [
+        counts
+        for _, experts_ABSLk, num_experts in routing.read(run, first_step)
+        for micro in experts_ABSLk
+        for layer in np.moveaxis(micro, 2, 0)
+        for counts in group_counts(layer.reshape(-1, layer.shape[-1]), num_ranks, num_experts, tokens_per_rank)
+    ]
+    draws = [counts for counts in draws if counts.any()]
+    return np.stack(draws) if draws else None
 
-    before: np.ndarray
-    after: np.ndarray
-    clones: np.ndarray
 
-
-def draws(run: Path, first_step: int) -> np.ndarray:
-    """Tokens of each expert, int32 [draws, E].  Raises ValueError when the folder has none."""
+def counted(run: Path, first_step: int) -> np.ndarray:
+    """Tokens of each expert by step and layer, int32 [D, E].  Raises ValueError when the folder has none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: it has no metrics.jsonl")
@@ -40,49 +45,82 @@ def draws(run: Path, first_step: int) -> np.ndarray:
     return np.array(found, np.int32)
 
 
-def simulate(counts_DE: np.ndarray, num_ranks: int, *, slots: int, hot_per_home: int, cap: float) -> Loads:
-    """Loads of each draw on `num_ranks` ranks.  Raises ValueError when experts don't divide by ranks."""
-    num_experts = counts_DE.shape[1]
-    if num_ranks < 1 or num_experts % num_ranks:
-        raise ValueError(f"{num_experts} experts don't divide by {num_ranks} ranks")
-    means = counts_DE.sum(axis=1) / num_ranks
-    homes = counts_DE.reshape(len(counts_DE), num_ranks, -1).sum(axis=2)
-
-    def planned(counts_E):
-        plan = plan_clones(counts_E, num_ranks, slots=slots, hot_per_home=hot_per_home, cap=cap)
-        return plan.loads(counts_E).max(), (plan.slot_nS >= 0).sum()
-
-    most, clones = map(np.asarray, jax.jit(jax.vmap(planned))(counts_DE))
-    return Loads(homes.max(axis=1) / means, most / means, clones)
+def simulated(a: argparse.Namespace, ep: int, cell_factor: float) -> tuple[Simulated, bool]:
+    """Of one number of ranks; and whether sources are known, which cells and spill depend on."""
+    if ep < 1:
+        raise ValueError(f"--ep {ep} must be at least 1")
+    draws = recorded(a.run, ep, a.tokens_per_rank, a.first_step)
+    known = draws is not None
+    if draws is None:
+        counts_DE = counted(a.run, a.first_step)
+        draws = np.concatenate([counts_DE[:, None], np.zeros((len(counts_DE), ep - 1, counts_DE.shape[1]))], axis=1)
+    cloning = Cloning(slots=a.slots, hot_per_home=a.hot, cap=a.cap)
+    return simulate(draws, cell_factor, cloning), known
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moex.balance", description=__doc__.splitlines()[0])
     command = parser.add_subparsers(required=True).add_parser(
-        "simulate", help="loads of a run's routing on other meshes"
+        "simulate", help="loads and buffers of a run's routing on other meshes"
     )
     add = command.add_argument
     add("run", type=Path, help="run folder")
     add("--ep", type=int, nargs="+", default=[8], help="numbers of ranks that experts are split over")
+    add("--tokens-per-rank", type=int, default=0, help="tokens of a rank; 0 deals a micro-batch to one ep group")
+    add("--cell", type=float, default=1.0, help="parallel.cell_factor")
+    add("--spill", type=float, default=0.35, help="parallel.spill_factor")
+    add("--rows", type=float, default=1.25, help="parallel.row_factor")
     add("--slots", type=int, default=1, help="spare expert slots of a rank")
     add("--cap", type=float, default=1.1, help="load from which on experts are cloned")
     add("--hot", type=int, default=2, help="experts of a rank that may be cloned")
     add("--first-step", type=int, default=0, help="leave out the steps before this one")
+    add("--figure", type=Path, help="write needs by number of ranks to this SVG file")
     a = parser.parse_args(arguments)
     try:
         if a.slots < 1 or a.hot < 1 or not 1 <= a.cap < 1024:
             raise ValueError(f"--slots {a.slots} and --hot {a.hot} must be at least 1, --cap {a.cap} at least 1")
-        counts = draws(a.run, a.first_step)
-        loads = {ep: simulate(counts, ep, slots=a.slots, hot_per_home=a.hot, cap=a.cap) for ep in a.ep}
+        if min(a.cell, a.spill, a.rows) < 0 or a.tokens_per_rank < 0:
+            raise ValueError("--cell, --spill, --rows and --tokens-per-rank must not be negative")
+        found = {ep: simulated(a, ep, a.cell) for ep in a.ep}
     except ValueError as error:
         return fail(error)
-    names = "".join(f"{f'{q:g}' if q < 1 else 'most':>8}" for q in QUANTILES)
-    print(f"{counts.shape[1]} experts, {len(counts):,} draws (steps x layers, all micro-batches and devices of a step)")
-    print(f"load of the busiest rank{'':4}without clones{'':10}with clones\n{'ep':>8}    {names}{names}   clones")
-    for ep, found in loads.items():
-        numbers = [np.quantile(x, q) for x in (found.before, found.after) for q in QUANTILES]
-        print(f"{ep:8}    {''.join(f'{x:8.2f}' for x in numbers)}{found.clones.mean():9.1f}")
+    results = {ep: result for ep, (result, _) in found.items()}
+    known = all(known for _, known in found.values())
+    _print_loads(results)
+    if known:
+        _print_buffers(results, a)
+    else:
+        print("cells and spill depend on who sends what: record it with --observe.record_routing_every")
+    if a.figure:
+        ways = lambda r: {"without clones": r.plain._asdict(), "with clones": r.cloned._asdict()}
+        a.figure.write_text(needs.figure({ep: ways(found) for ep, found in results.items()}, sources_known=known))
+        print(f"figure  {a.figure}")
     return 0
+
+
+def _print_loads(results: dict[int, Simulated]) -> None:
+    names = "".join(f"{f'{q:g}' if q < 1 else 'most':>8}" for q in QUANTILES)
+    draws = ", ".join(f"{len(found.clones):,}" for found in results.values())
+    print(f"draws (steps x micro-batches x layers): {draws}")
+    print(f"load of the busiest rank{'':4}without clones{'':10}with clones\n{'ep':>8}    {names}{names}   clones")
+    for ep, found in results.items():
+        numbers = [np.quantile(x, q) for x in (found.plain.load, found.cloned.load) for q in QUANTILES]
+        print(f"{ep:8}    {''.join(f'{x:8.2f}' for x in numbers)}{found.clones.mean():9.1f}")
+
+
+def _print_buffers(results: dict[int, Simulated], a: argparse.Namespace) -> None:
+    """For the budget asked for: what was needed at most, how many draws overflow, how many steps of 1, 10, 100 draws."""
+    budget = dict(cell_factor=a.cell, spill_factor=a.spill, row_factor=a.rows)
+    print(
+        f"buffers: cell {a.cell:g}, spill {a.spill:g}, rows {a.rows:g}; needed at most, draws that overflow, steps of N draws"
+    )
+    print(f"{'ep':>8}    {'':8}{'cell':>8}{'spill':>8}{'rows':>8}{'draws':>9}{'N=1':>8}{'10':>8}{'100':>8}")
+    for ep, found in results.items():
+        for name, need in (("plain", found.plain), ("clones", found.cloned)):
+            share = float(overflowing(need, **budget).mean())
+            most = "".join(f"{x.max():8.2f}" for x in (need.cell, need.spill, need.load))
+            steps = "".join(f"{retries(share, n):8.1%}" for n in (1, 10, 100))
+            print(f"{ep:8}    {name:8}{most}{share:9.2%}{steps}")
 
 
 if __name__ == "__main__":

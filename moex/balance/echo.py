@@ -96,7 +96,7 @@ def split_pairs(experts_Tk, counts_nE, clones: Clones, me):
     flat_P = experts_Tk.reshape(-1)
     real_P = is_expert(flat_P, num_experts)
     expert_P = jnp.where(real_P, flat_P, 0)
-    ends_En = jnp.cumsum(_shares(counts_nE, clones, me), axis=1)[:, :num_ranks]
+    ends_En = jnp.cumsum(shares(counts_nE, clones, me), axis=1)[:, :num_ranks]
     place_P = places_among_equals(jnp.where(real_P, flat_P, num_experts), num_experts)
     rank_P = (place_P[:, None] >= ends_En[expert_P]).sum(axis=1)  # n: stays at home
     at_P = num_local + jnp.argmax(clones.slot_nS[jnp.minimum(rank_P, num_ranks - 1)] == expert_P[:, None], axis=1)
@@ -106,8 +106,8 @@ def split_pairs(experts_Tk, counts_nE, clones: Clones, me):
     return physical_P.astype(jnp.int32).reshape(experts_Tk.shape)
 
 
-def _shares(counts_nE, clones: Clones, me):
-    """Pairs that this source sends to each clone and home: int32 [E, n + 1], home last."""
+def shares(counts_nE, clones: Clones, me):
+    """Pairs that source `me` sends to each clone and home: int32 [E, n + 1], home last."""
     tokens_E = counts_nE.sum(axis=0)
     parts_Em = jnp.concatenate([clones.moved_En, (tokens_E - clones.moved_En.sum(axis=1))[:, None]], axis=1)
     # Proportional in float32, rounded down by a little, since int32 products overflow; the rest is dealt in order.

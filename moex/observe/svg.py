@@ -6,11 +6,14 @@ A plot draws with the stand-in colours of `INK`; `inline` turns them into the pa
 import io
 import re
 from contextlib import contextmanager
+from html import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from moex.observe.style import CSS
 
 INK = {
     name: f"#0b0c{index:02x}"  # no real colour of a plot, and six digits that nothing else in an SVG contains
@@ -54,6 +57,20 @@ def inline(figure: Figure, name: str, description: str) -> str:
     assert opening, "matplotlib writes an svg element with a viewBox"
     kept = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {opening[1]} role="img" aria-label="{description}">'
     return kept + svg[opening.end() :].strip()
+
+
+def standalone(drawn: str, description: str) -> str:
+    """An `inline` figure as a file of its own, in the report's light colours on white; the description is for those who
+    can't see it.
+    """
+    colours = dict(reversed(re.findall(r"--(\w+): (#\w{6});", CSS.split("@media")[0])))
+    drawn = re.sub(r"var\(--(\w+)\)", lambda m: colours.get(m[1], "Helvetica, Arial, sans-serif"), drawn)
+    opening, rest = drawn.split(">", 1)
+    box = re.search(r'viewBox="0 0 (\S+) (\S+)"', opening)
+    assert box, "inline keeps the viewBox"
+    opening += f' width="{box[1]}" height="{box[2]}" xmlns="http://www.w3.org/2000/svg"'
+    about = f"<desc>{escape(description, quote=False)}</desc>"
+    return f'{opening}>{about}<rect width="100%" height="100%" fill="#ffffff"/>{rest}\n'
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, list[Axes]]:
