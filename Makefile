@@ -9,6 +9,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+AOT_VENV ?= .venv-aot
 PRESET ?= tiny
 EXTRAS ?=
 ARGS ?=
@@ -19,7 +20,7 @@ export PYTHON
 # XLA:CPU allocates its temporaries anew each step; huge pages make that a quarter cheaper (glibc 2.35; else no effect).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: help train test lint format ci constraints clean
+.PHONY: help train test lint format ci kernels constraints clean
 
 help:
 	@echo "make train   train the preset PRESET=tiny (ARGS=\"--section.field VALUE\", EXTRAS=cuda on a GPU machine)"
@@ -27,6 +28,7 @@ help:
 	@echo "make lint    formatting, lint, types, who imports whom"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make ci      everything that a change must pass"
+	@echo "make kernels compile every GPU kernel without a GPU, print registers, spills, instructions (ARGS=\"--check\")"
 	@echo "make constraints  choose the pinned versions anew (needs uv)"
 	@echo "make clean   remove environments and caches; runs/ stays"
 
@@ -55,6 +57,10 @@ format:
 ci:
 	@.ci/run
 
+kernels:
+	@scripts/setup_aot.sh "$(AOT_VENV)"
+	"$(AOT_VENV)/bin/python" benchmarks/kernels.py $(ARGS)
+
 constraints:
 	@sed '/^[^#]/,$$d' constraints.txt > constraints.new
 	@$(UV) pip compile pyproject.toml --universal --python-version 3.12 --extra hf --extra track --extra dev -q \
@@ -64,5 +70,5 @@ constraints:
 	@git diff --stat constraints.txt
 
 clean:
-	rm -rf .venv .venv-floor .venv-other .jax_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-aot .venv-floor .venv-other .jax_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

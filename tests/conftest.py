@@ -1,7 +1,9 @@
 """What every test runs under: 8 CPU devices, no silent promotion, full-precision products, no silent skip.
 
 The environment is set before JAX is imported, so that a test's child processes inherit it.
-`JAX_PLATFORMS=cuda` runs the tests marked needs_gpu, too; without it they are left out, and the run says how many.
+`JAX_PLATFORMS=cuda` runs the tests marked needs_gpu, too; `scripts/setup_aot.sh` makes the environment in whose processes
+those marked needs_aot compile (MOEX_AOT_PYTHON names another one's Python). Without they are left out, and the run says
+how many.
 """
 
 import gc
@@ -26,32 +28,35 @@ import jax
 import pytest
 
 from mesh.distributed import spare_threads
+from pallas_kernels.sass import toolchain
 
 spare_threads()  # before the first use of a device
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 HAVE_GPU = bool({"cuda", "gpu"} & set(os.environ["JAX_PLATFORMS"].split(",")))
-LEFT_OUT = "needs_gpu: no GPU backend in JAX_PLATFORMS"
+AOT_PYTHON = Path(os.environ.get("MOEX_AOT_PYTHON", ROOT / ".venv-aot/bin/python"))
+WANTING = {  # marker: what this run lacks, or ""
+    "needs_gpu": "" if HAVE_GPU else "no GPU backend in JAX_PLATFORMS",
+    "needs_aot": "" if toolchain(AOT_PYTHON) else "no compile-only CUDA packages: scripts/setup_aot.sh",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out the tests that need a GPU when the run has none."""
-    if HAVE_GPU:
-        return
+    """Leaves out the tests that need what the run hasn't."""
     for item in items:
-        if item.get_closest_marker("needs_gpu"):
-            item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
+        for marker, lack in WANTING.items():
+            if lack and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {lack}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how many tests were left out for want of a GPU, also when there were none."""
+    """Says how many tests were left out for want of something, also when there were none."""
     skipped = terminalreporter.stats.get("skipped", [])
-    num_left_out = sum("needs_gpu" in report.keywords for report in skipped)
-    if HAVE_GPU:
-        terminalreporter.write_line("needs_gpu: run here, none left out")
-    else:
-        terminalreporter.write_line(f"needs_gpu: {num_left_out} tests left out (no GPU backend in JAX_PLATFORMS)")
+    for marker, lack in WANTING.items():
+        number = sum(marker in report.keywords for report in skipped)
+        told = f"{number} tests left out ({lack})" if lack else "run here, none left out"
+        terminalreporter.write_line(f"{marker}: {told}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -71,6 +76,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def devices() -> list[jax.Device]:
     """The eight CPU devices, or the GPUs of a GPU run."""
     return jax.devices()
+
+
+@pytest.fixture(scope="session")
+def aot_python() -> Path:
+    """Python of the compile-only environment; for tests marked needs_aot."""
+    return AOT_PYTHON
 
 
 @pytest.fixture(autouse=True, scope="module")
