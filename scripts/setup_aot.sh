@@ -27,7 +27,10 @@ echo "making $venv with the compile-only CUDA packages (1.3 GB): some minutes"
 rm -rf "$venv"
 "$python" -m venv "$venv"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0
-"$venv/bin/python" -m pip install -qq -c constraints.txt "jax==$jax" absl-py
+# What a kernel and the training step import.
+core="absl-py flax optax tyro"
+# shellcheck disable=SC2086  # lists of words
+"$venv/bin/python" -m pip install -qq -c constraints.txt "jax==$jax" $core
 # shellcheck disable=SC2086  # lists of words
 "$venv/bin/python" -m pip install -qq --no-deps $plugin $tools
 echo "$content" > "$stamp"

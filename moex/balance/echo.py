@@ -49,8 +49,9 @@ def spill_and_room(tokens_E, num_ranks: int, hot_per_home: int, cap):
 def plan_clones(tokens_E, num_ranks: int, *, slots: int, hot_per_home: int, cap: float) -> Clones:
     """Who takes how much of whom: after it no rank has many more than `cap` times the mean, if slots and room allow.
 
-    In each of S + 1 passes spills are cut in pieces of the mean room left, and the i-th largest piece goes to the i-th
-    roomiest rank.
+    Spills, largest first, are laid end to end along the ranks' room, roomiest first, and a rank that lies within one
+    expert's spill is filled by it; the same again with what is left. Then, S + 1 times, the i-th largest rest goes to the
+    i-th roomiest rank.
 
     Args: tokens_E int32, rows of each expert from all sources of an ep group.
     """
@@ -60,27 +61,31 @@ def plan_clones(tokens_E, num_ranks: int, *, slots: int, hot_per_home: int, cap:
     spill_E, room_n = spill_and_room(tokens_E, num_ranks, hot_per_home, most)
     zeros = lambda *shape: vary(jnp.zeros(shape, jnp.int32), varying(tokens_E))
     moved_En, slot_nS, used_n = zeros(num_experts, num_ranks), zeros(num_ranks, slots) - 1, zeros(num_ranks)
-    turn = jnp.arange(num_ranks, dtype=jnp.int32)
-    for _ in range(slots + 1):
+    for part in (_fill_whole, _fill_whole, *[_match] * (slots + 1)):
         free_n = jnp.where(used_n < slots, room_n, 0)
         rank = jnp.argsort(-free_n, stable=True)
-        free = free_n[rank]
-        piece = jnp.maximum(free.sum() // jnp.maximum((free > 0).sum(dtype=jnp.int32), 1), 1)
-        whole_E, rest_E = spill_E // piece, spill_E % piece
-        ends_E, by_rest = jnp.cumsum(whole_E), jnp.argsort(-rest_E, stable=True)
-        is_whole = turn < ends_E[-1]
-        nth = turn - ends_E[-1]
-        of_whole = (ends_E[None] <= turn[:, None]).sum(axis=1)  # the expert whose whole pieces this turn falls in
-        expert = jnp.where(is_whole, of_whole, by_rest[jnp.clip(nth, 0, num_experts - 1)])
-        expert = jnp.minimum(expert, num_experts - 1).astype(jnp.int32)
-        wanted = jnp.where(is_whole, piece, jnp.where(nth < num_experts, rest_E[expert], 0))
-        rows = jnp.minimum(wanted, free)
+        expert, rows = part(spill_E, free_n[rank])
         spill_E, room_n = spill_E.at[expert].add(-rows), room_n.at[rank].add(-rows)
         at = jnp.where(rows > 0, used_n[rank], slots)
         slot_nS = slot_nS.at[rank, at].set(expert, mode="drop")
         moved_En = moved_En.at[expert, rank].add(rows)
         used_n = used_n.at[rank].add((rows > 0).astype(jnp.int32))
     return Clones(moved_En, slot_nS)
+
+
+def _fill_whole(spill_E, free_n):
+    """Each rank's expert and rows, where the expert's spill fills the rank's whole room; free_n falls."""
+    order_E = jnp.argsort(-spill_E, stable=True).astype(jnp.int32)
+    ends_E, ends_n = jnp.cumsum(spill_E[order_E]), jnp.cumsum(free_n)
+    starts_n = ends_n - free_n
+    nth_n = jnp.minimum((ends_E[None] <= starts_n[:, None]).sum(axis=1), spill_E.shape[0] - 1)
+    return order_E[nth_n], jnp.where(ends_n <= ends_E[nth_n], free_n, 0)
+
+
+def _match(spill_E, free_n):
+    """Each rank's expert and rows: the largest spill to the roomiest rank, and so on; free_n falls."""
+    largest_n = jnp.argsort(-spill_E, stable=True).astype(jnp.int32)[: free_n.shape[0]]
+    return largest_n, jnp.minimum(spill_E[largest_n], free_n)
 
 
 def split_pairs(experts_Tk, counts_nE, clones: Clones, me):

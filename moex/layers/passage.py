@@ -20,6 +20,7 @@ from moex.balance import echo
 from moex.config import ParallelConfig
 from moex.layers.experts import Experts
 from moex.memory import stash as stashing
+from moex.memory.recompute import kept
 from moex.memory.stash import Stash
 
 
@@ -85,13 +86,13 @@ def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel:
     tokens_E, ranks = counts_nE.sum(axis=0), fold.size(ep)
     me, part = collectives.axis_index(ep), collectives.axis_index(fold.expert.etp)
     options = dict(slots=slots, hot_per_home=parallel.echo_hot, cap=parallel.echo_cap)
-    plan = echo.plan_clones(tokens_E, ranks, **options)
+    plan = kept(echo.plan_clones(tokens_E, ranks, **options))
     held = jnp.where(part == 0, (plan.slot_nS[me] >= 0).sum(dtype=jnp.int32), 0)  # once for each width split
     mean = jnp.maximum(tokens_E.sum(), 1).astype(jnp.float32) / ranks
     load = plan.loads(tokens_E).max().astype(jnp.float32) / mean
     if not _clone_slots(parallel, fold):
         return Copies(own, experts_Tk, num_experts, held, load)
-    copies_Tk = echo.split_pairs(all_Tk, counts_nE, plan, me)
+    copies_Tk = kept(echo.split_pairs(all_Tk, counts_nE, plan, me))
     copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
     with jax.named_scope("clones"):
         fetch = lambda w: echo.fetch_weights(w, plan.slot_nS, parallel.echo_hot, ep)
@@ -152,7 +153,7 @@ def _apply(experts: Experts) -> Callable:
 
 def _plan(chosen_Tk, number: int, fold: Fold, way: Way):
     with jax.named_scope("dispatch"):
-        return dispatch.plan(way.parallel.transport, chosen_Tk, number, fold, **way.options())
+        return kept(dispatch.plan(way.parallel.transport, chosen_Tk, number, fold, **way.options()))
 
 
 def _rows(x_TD, weights_Tk, plan, fold: Fold, way: Way):

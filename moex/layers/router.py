@@ -10,7 +10,6 @@ import typing
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from mesh.axes import Axes
 from moex.balance import (
@@ -29,7 +28,7 @@ from moex.balance import (
 )
 from moex.config import RouterConfig
 from moex.layers.param import declare
-from moex.memory.recompute import KEPT
+from moex.memory.recompute import kept
 
 __all__ = [
     "Router",
@@ -100,7 +99,7 @@ def route(
         experts_Tk = _pick(logits_TE, scores_TE, bias_E, real_T, config, axes, training)
     else:
         experts_Tk = replay_Tk
-    experts_Tk = checkpoint_name(experts_Tk.astype(jnp.int32), KEPT)
+    experts_Tk = kept(experts_Tk.astype(jnp.int32))
     weights_Tk = _weights(logits_TE, scores_TE, experts_Tk, config) * config.scaling_factor
     return Routing(experts_Tk, weights_Tk, expert_counts(experts_Tk, real_T, num_experts))
 

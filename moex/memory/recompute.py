@@ -4,11 +4,17 @@ import functools
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "routing"
-"""Name (`jax.ad_checkpoint.checkpoint_name`) of what is always kept: a router's choice of experts."""
+"""Name of what is always kept: a router's choice of experts, and the whole numbers that say where rows go."""
 
 MODULES = ("layer", "attention", "mlp", "moe", "experts")
+
+
+def kept(numbers):
+    """The arrays of a tree, none of which is computed again: sorting a second time costs more than their few bytes a row."""
+    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), numbers)
 
 
 def recomputed(module: str, recompute: tuple[str, ...]) -> Callable[[Callable], Callable]:

@@ -96,17 +96,18 @@ def one_shot(counts_nE, cap, slots):
 
 @pytest.mark.parametrize(
     "ranks, zipf, before, most",
-    [(8, 1.0, 1.5, 1.13), (64, 0.5, 2.2, 1.12), (64, 1.0, 5.0, 1.12)],
+    [(8, 1.0, 1.4, 1.13), (64, 0.5, 2.2, 1.12), (64, 1.0, 5.0, 1.12)],
 )
-def test_clones_bound_the_load_of_the_busiest_rank(ranks, zipf, before, most):
-    """Beside Megatron's rules on the same counts: better than the one-shot rule, nearly as good as the greedy one."""
-    counts = counts_of(choices(ranks, zipf))
+@pytest.mark.parametrize("seed", range(4))
+def test_clones_bound_the_load_of_the_busiest_rank(ranks, zipf, before, most, seed):
+    """Beside Megatron's rules on the same counts: better than the one-shot rule, as good as the greedy one."""
+    counts = counts_of(choices(ranks, zipf, seed=seed))
     loads = counts.sum(axis=0).reshape(ranks, -1).sum(axis=1)
     plan = planned(counts)
     assert loads.max() / loads.mean() > before
     assert load(plan, counts) <= most
     cap = int(loads.mean() * 1.1)
-    assert load(plan, counts) <= greedy(counts, cap) + 0.03
+    assert load(plan, counts) <= greedy(counts, cap) + 1e-3
     assert load(plan, counts) <= one_shot(counts, cap, 1) + 1e-6
 
 

@@ -1,0 +1,1 @@
+"""What the compiler makes of a training step for GPUs that aren't here."""

@@ -1,0 +1,97 @@
+"""Reads a compiled step: does anything wait for the host, is what is sent started and awaited apart, is something copied.
+
+The texts are those of XLA for GPUs: the scheduled module (HLO), and the sequence of thunks, which is what is really run.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_THUNK = re.compile(r"^(\s*)(\d+): (k\w+)")
+_INSTRUCTION = re.compile(r" = (.*?) ([a-z][\w\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_HOST_THUNKS = ("kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv", "kHostExecute", "kHostSendDone")
+_HOST_CALLS = ("xla_python_gpu_callback", "xla_ffi_python_gpu_callback", "xla_buffer_python_gpu_callback")
+_BYTES = dict(pred=1, s8=1, u8=1, bf16=2, f16=2, s16=2, u16=2, f32=4, s32=4, u32=4, f64=8, s64=8, u64=8)
+COLLECTIVES = ("kAllToAll", "kAllGather", "kAllReduce", "kReduceScatter", "kCollectivePermute", "kRaggedAllToAll")
+
+
+class Thunk(NamedTuple):
+    """kind: e.g. kCustomKernel.  depth: of indentation, in loops and asynchronous parts.  asynchronous: inside of a started
+    part that something else may run beside.
+    """
+
+    kind: str
+    depth: int
+    asynchronous: bool
+
+
+def thunks(sequence: str) -> Iterator[Thunk]:
+    """What XLA runs, in its order.  Raises ValueError when the text is no sequence of thunks."""
+    inside: list[int] = []  # depths of the asynchronous parts that are open
+    found = False
+    for line in sequence.splitlines():
+        if not (match := _THUNK.match(line)):
+            continue
+        found, depth = True, len(match[1])
+        while inside and depth <= inside[-1]:
+            inside.pop()
+        yield Thunk(match[3], depth, bool(inside))
+        if match[3] == "kAsyncStart":
+            inside.append(depth)
+    if not found:
+        raise ValueError("no thunk in this text: has the format changed?")
+
+
+def waits_for_host(sequence: str, module: str) -> list[str]:
+    """What makes the device wait for the host, in words; empty when nothing does.
+
+    A conditional's branch and a loop's length are read by the host unless the length is known when compiled.
+    """
+    kinds = Counter(thunk.kind for thunk in thunks(sequence))
+    found = [f"{kinds[kind]} x {kind}" for kind in (*_HOST_THUNKS, "kConditional") if kinds[kind]]
+    loops = [line for line in module.splitlines() if " while(" in line]
+    unknown = [line.split(" = ")[0].strip() for line in loops if "known_trip_count" not in line]
+    found += [f"loop of unknown length: {name}" for name in unknown]
+    if len(loops) < kinds["kWhile"]:
+        found.append(f"{kinds['kWhile']} loops run, but the module shows {len(loops)}")
+    found += [f"call of {name}" for name in _HOST_CALLS if name in module]
+    return found
+
+
+def exposed(sequence: str, kinds=COLLECTIVES) -> Counter:
+    """Collectives that nothing can run beside, by kind: those outside asynchronous parts."""
+    return Counter(t.kind for t in thunks(sequence) if t.kind in kinds and not t.asynchronous)
+
+
+def unpaired(module: str, operation: str) -> list[str]:
+    """Names of a collective's instructions that aren't in a start and a done, between which other work may stand."""
+    found = re.compile(rf"^\s*(?:ROOT )?(%\S+) = .*? {operation}\(")
+    return [match[1] for line in module.splitlines() if (match := found.match(line))]
+
+
+def number_of(sequence: str, kind: str) -> int:
+    """How many thunks of a kind stand in the program, a loop's counted once."""
+    return sum(t.kind == kind for t in thunks(sequence))
+
+
+def copies(module: str, at_least_bytes: int) -> list[str]:
+    """Copies of arrays of at least so many bytes, as lines of the module."""
+    found = []
+    for line in module.splitlines():
+        match = _INSTRUCTION.search(line)
+        if match and match[2] in ("copy", "copy-start") and _size(match[1]) >= at_least_bytes:
+            found.append(line.strip())
+    return found
+
+
+def _size(shape: str) -> int:
+    """Bytes of the largest array in a shape's text."""
+    sizes = [0]
+    for kind, dims in _SHAPE.findall(shape):
+        number = _BYTES.get(kind, 1)  # 8-bit floats have one
+        for dim in filter(None, dims.split(",")):
+            number *= int(dim)
+        sizes.append(number)
+    return max(sizes)
