@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
 from moex.config import MemoryConfig, ParallelConfig, RunConfig
 from moex.train.rungs import WINDOW, Rungs, ladder, usual_of
+from tests.train.tiny import ADAMW, packed_rows, place_state, program_of, put, tiny_config
 
 
 def factors(config):
@@ -92,3 +95,46 @@ def test_a_run_goes_on_with_the_size_its_last_steps_needed():
     assert usual_of([0] * 46 + [2] * 4, 0.05) == 2
     assert usual_of([0] * 49 + [1], 0.0) == 1
     assert Rungs(2, 0.05, usual=2).of(7) == 1, "a run with fewer sizes now"
+
+
+def trained(configs, hot_until, steps):
+    """Losses, overflows, dropped pairs and the last state of steps whose routing is forced to expert 1 at first.
+
+    A step that finds no room is run again with the next of the programs, as the training loop does.
+    """
+    programs, rungs, lines, retries = [program_of(c, 8) for c in configs], Rungs(len(configs), 0.05), [], 0
+    state, rows = programs[0].initial_state(), [packed_rows(configs[0], seed=seed) for seed in range(3)]
+    for step in range(steps):
+        if step in (0, hot_until):
+            values = jax.device_get(state)
+            bias = np.zeros_like(values.router_bias)
+            bias[:, 1] = 10 if step < hot_until else 0
+            state = place_state(programs[0], values._replace(router_bias=bias))
+        while True:
+            rung = rungs.of(step)
+            state, metrics = programs[rung].train(state, put(programs[rung], rows[step % 3], step))
+            metrics = jax.device_get(metrics)
+            if metrics["applied"]:
+                break
+            rungs.overflowed(step, rung)
+            retries += 1
+        rungs.applied(step, rung)
+        lines.append((float(metrics["loss"]), int(metrics["dropped"]), metrics["expert_counts"].tolist(), rung))
+    return lines, retries, jax.device_get(state)
+
+
+def test_routing_forced_to_one_expert_for_ten_steps_then_freed():
+    """Bit by bit the run with worst-case buffers: no token is dropped while one expert gets half of all pairs, nor after."""
+    tight = dict(cell_factor=1.0, spill_factor=0.25, row_factor=1.0)
+    parallel = ParallelConfig(ep=8, transport="alltoall", **tight)
+    adamw = dataclasses.replace(ADAMW, peak_lr=1e-3)
+    configs = ladder(tiny_config("mla", parallel=parallel, optimizer=adamw))
+    got, retries, state = trained(configs, 10, 15)
+    want, none, worst = trained(configs[-1:], 10, 15)
+    assert none == 0 < retries
+    assert [line[:3] for line in got] == [line[:3] for line in want]
+    assert all(dropped == 0 for _, dropped, *_ in got)
+    jax.tree.map(np.testing.assert_array_equal, state, worst)
+    share = [np.array(counts)[0, 1] / np.sum(counts[0]) for *_, counts, _ in got]
+    assert min(share[:10]) == 0.5 > max(share[10:])
+    assert {rung for *_, rung in got} - {0}, "some steps needed more room"
