@@ -1,32 +1,24 @@
 """Compiles the whole training step of a DeepSeek-V3-shaped model for 256 H100s, without a GPU, and reads the program.
 
-    python -m venv .venv-aot
-    .venv-aot/bin/pip install jax==0.12.0.1 flax optax
-    .venv-aot/bin/pip install --no-deps jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 \
-        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-    PATH=$(echo $PWD/.venv-aot/lib/python3*/site-packages/nvidia/cu13/bin):$PATH JAX_PLATFORMS=cpu \
-        .venv-aot/bin/python benchmarks/compile_deepseek_v3.py
+    scripts/setup_aot.sh
+    python benchmarks/compile_deepseek_v3.py
 
-The CUDA plugin must not stand in the environment of CPU runs, hence one of its own. Exits with 1 when the step reduces
-anything in BF16 or doesn't fit 80 GB.
+Exits with 1 when the step reduces anything in BF16, waits for the host or doesn't fit 80 GB.
 """
 
 import argparse
 import collections
 import re
 import sys
-import time
 from pathlib import Path
-
-import jax
-from jax.experimental import topologies
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mesh import fold
 from moex.config import MemoryConfig, ParallelConfig, RunConfig, TrainConfig
 from moex.models.families import deepseek_v3
-from moex.train.program import build
+from moex.plan.compiled import compile_step
+from moex.plan.module import waits_for_host
+from moex.validate import resolve_fold
 
 TARGET = Path(__file__).parent / "targets" / "h100.txtpb"
 COLLECTIVE = re.compile(
@@ -53,29 +45,23 @@ def configuration(num_layers: int) -> RunConfig:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--layers", type=int, default=61)
-    num_layers = arguments.parse_args().layers
-    folded = fold(dict(dp=128, tp=2), dict(edp=4, ep=64))
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x32x8"
-    )  # 32 hosts of 8 GPUs
-    mesh = topologies.make_mesh(topology, folded.shape, folded.names)
-    program = build(configuration(num_layers), folded, mesh=mesh)
-    began = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = program.train.lower(program.state, program.batch).compile()
-    seconds = time.perf_counter() - began
-    memory = compiled.memory_analysis()
+    arguments.add_argument("--python", type=Path, default=Path(__file__).parents[1] / ".venv-aot/bin/python")
+    a = arguments.parse_args()
+    config = configuration(a.layers)
+    step = compile_step(config, 256, TARGET.read_text(), python=a.python)
     found = collections.Counter(
-        f"{match[2]} {match[1]}" for line in compiled.as_text().splitlines() if (match := COLLECTIVE.search(line))
+        f"{match[2]} {match[1]}" for line in step.text.splitlines() if (match := COLLECTIVE.search(line))
     )
-    peak = memory.peak_memory_in_bytes / 2**30
-    print(f"{num_layers} layers, {folded.describe()}")
-    print(f"compiled in {seconds:.0f} s")
-    print(f"GiB a GPU: arguments {memory.argument_size_in_bytes / 2**30:.1f}, peak {peak:.1f} of {USABLE_GIB:.1f}")
+    peak = step.peak_bytes / 2**30
+    print(f"{a.layers} layers, {resolve_fold(config.parallel, 256).describe()}")
+    print(f"compiled in {step.compile_s:.0f} s")
+    print(f"GiB a GPU: arguments {step.argument_bytes / 2**30:.1f}, peak {peak:.1f} of {USABLE_GIB:.1f}")
     print("collectives in the program (loops counted once): " + ", ".join(f"{n} {c}" for n, c in sorted(found.items())))
     low = [name for name in found if name in ("all-reduce bf16", "reduce-scatter bf16")]
     print(f"reductions in BF16: {', '.join(low) or 'none'}")
-    return int(bool(low) or peak > USABLE_GIB)
+    waits = waits_for_host(step.thunks, step.text)
+    print(f"waits for the host: {', '.join(waits) or 'nowhere'}")
+    return int(bool(low or waits) or peak > USABLE_GIB)
 
 
 if __name__ == "__main__":
