@@ -8,7 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import hopper
+from pallas_kernels.choose import choose
 from pallas_kernels.combine import mosaic_sm90, reference, xla
 from pallas_kernels.combine.config import Tiles
 from pallas_kernels.vma import align, axes_of, cast_to
@@ -40,13 +41,13 @@ def combine(rows_RD, row_of_pair_Tk, token_of_row_R, *, implementation: str | No
         raise ValueError(f"combine takes rows [R, D], row_of_pair [T, k] and token_of_row [R], got shapes {shapes}")
     if row_of_pair_Tk.dtype != jnp.int32 or token_of_row_R.dtype != jnp.int32:
         raise ValueError(f"maps must be int32, got {row_of_pair_Tk.dtype} and {token_of_row_R.dtype}")
-    taken = backend.choose("combine", implementation, _reasons(rows_RD, row_of_pair_Tk))
+    taken = choose("combine", implementation, _reasons(rows_RD, row_of_pair_Tk))
     return _combine(*align(rows_RD, row_of_pair_Tk, token_of_row_R), taken, tiles)
 
 
 def implementations() -> dict[str, str]:
     """Every implementation, with the reason why it doesn't run on this back end ("" where it does)."""
-    return {"mosaic": backend.why_not_hopper(), "xla": "", "reference": ""}
+    return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
 def run(rows_RD, row_of_pair_Tk, implementation: str, tiles: Tiles | None = None):
@@ -77,7 +78,7 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 def able(implementation: str, rows_RD, row_of_pair_Tk) -> str:
     """This implementation, or where it cannot combine such rows the first that can."""
     reasons = _reasons(rows_RD, row_of_pair_Tk)
-    return backend.choose("combine", None if reasons[implementation] else implementation, reasons)
+    return choose("combine", None if reasons[implementation] else implementation, reasons)
 
 
 def _reasons(rows_RD, row_of_pair_Tk) -> dict[str, str]:

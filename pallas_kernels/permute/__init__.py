@@ -8,7 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import hopper
+from pallas_kernels.choose import choose
 from pallas_kernels.permute import mosaic_sm90, reference, xla
 from pallas_kernels.permute.config import Tiles
 from pallas_kernels.permute.rows import RowMap, block_table, sort_rows
@@ -47,7 +48,7 @@ def permute(x_TD, row_of_pair_Tk, token_of_row_R, *, implementation: str | None 
     that can't do it.
     """
     _check(x_TD, row_of_pair_Tk, token_of_row_R)
-    taken = backend.choose("permute", implementation, _reasons(x_TD, None))
+    taken = choose("permute", implementation, _reasons(x_TD, None))
     return _permute(*align(x_TD, row_of_pair_Tk, token_of_row_R), taken, tiles)
 
 
@@ -74,7 +75,7 @@ def quantize_and_permute(
     if format.kind != "block" or format.rows != 1:
         raise ValueError(f"rows are quantised one by one: the format needs 'block' tiles of one row, got {format}")
     format.tile(x_TD.shape)
-    taken = backend.choose("quantize_and_permute", implementation, _reasons(x_TD, format))
+    taken = choose("quantize_and_permute", implementation, _reasons(x_TD, format))
 
     def call(x_TD, row_of_pair_Tk, token_of_row_R):
         if taken == "mosaic":
@@ -89,7 +90,7 @@ def quantize_and_permute(
 
 def implementations() -> dict[str, str]:
     """Every implementation, with the reason why it doesn't run on this back end ("" where it does)."""
-    return {"mosaic": backend.why_not_hopper(), "xla": "", "reference": ""}
+    return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
 def run(x_TD, row_of_pair_Tk, token_of_row_R, implementation: str, tiles: Tiles | None = None):
@@ -120,7 +121,7 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 def able(implementation: str, x_TD) -> str:
     """This implementation, or where it cannot permute such rows the first that can."""
     reasons = _reasons(x_TD, None)
-    return backend.choose("permute", None if reasons[implementation] else implementation, reasons)
+    return choose("permute", None if reasons[implementation] else implementation, reasons)
 
 
 def _reasons(x_TD, format: Format | None) -> dict[str, str]:

@@ -6,7 +6,8 @@ R rows, K columns (the dim that a product sums over), r x c the tile that shares
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import hopper
+from pallas_kernels.choose import choose
 from pallas_kernels.quantize import mosaic_sm90, reference, rounding, xla
 from pallas_kernels.quantize.config import Tiles
 from pallas_kernels.quantize.formats import FORMATS, Format, Quantised, as_format
@@ -70,7 +71,7 @@ def quantize(
     random_bytes = _checked_bytes(format, shape, key, random_bytes)
     if outer_amax is not None and format.kind != "nvfp4":
         raise ValueError(f"outer_amax is the second level of kind 'nvfp4', the format's is {format.kind!r}")
-    taken = backend.choose("quantize", implementation, _reasons(format, x))
+    taken = choose("quantize", implementation, _reasons(format, x))
     given = [x] + [a for a in (random_bytes, outer_amax) if a is not None]
     given = align(*map(jnp.asarray, given))
 
@@ -105,7 +106,7 @@ def quantize_both(
     format.tile(x.shape)
     format.tile((*x.shape[:-2], x.shape[-1], x.shape[-2]))
     reasons = _reasons(format, x)
-    if backend.choose("quantize_both", implementation, reasons) == "mosaic":
+    if choose("quantize_both", implementation, reasons) == "mosaic":
         call = lambda x: _by_kernel(x, format, mosaic_sm90.Wanted(True, True), tiles)
         return rounding.no_gradient(call, "quantize_both")(x)
     first = quantize(x, format, implementation=implementation)
@@ -137,7 +138,7 @@ hadamard = rounding.hadamard
 
 def implementations() -> dict[str, str]:
     """Every implementation, with the reason why it doesn't run on this back end ("" where it does)."""
-    return {"mosaic": backend.why_not_hopper(), "xla": "", "reference": ""}
+    return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
 def _reasons(format: Format, x) -> dict[str, str]:
