@@ -20,12 +20,12 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
         x = _turned(x)
     spread = lambda scale: jnp.repeat(jnp.repeat(scale, rows, axis=-2), columns, axis=-1)
     parts = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, x.shape[-1] // columns, columns)
-    amax = jnp.abs(parts).max(axis=(-3, -1), initial=0)
+    amax = _amax(parts, (-3, -1))
     outer = None
     if format.kind == "mx":
         encode, stored = _mx(amax, LARGEST[format.dtype])
     elif format.kind == "nvfp4":
-        top = amax.max(axis=(-2, -1), keepdims=True, initial=0) if outer_amax is None else jnp.asarray(outer_amax)
+        top = _amax(amax, (-2, -1), keepdims=True) if outer_amax is None else jnp.asarray(outer_amax)
         encode, stored, outer = _nvfp4(amax, top)
     else:
         encode, stored = _block(amax, LARGEST[format.dtype], format.power_of_two)
@@ -33,6 +33,12 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
     codes = _stochastic(scaled, bytes_) if format.stochastic else _nearest(scaled, format.dtype)
     codes, stored = behind_barrier((codes, stored))
     return Quantised(codes, stored, outer)
+
+
+def _amax(x, axes, keepdims=False):
+    """NaN where there is one: XLA's maximum on CPUs need not tell."""
+    largest = jnp.abs(x).max(axis=axes, keepdims=keepdims, initial=0)
+    return jnp.where(jnp.isnan(x).any(axis=axes, keepdims=keepdims), jnp.nan, largest)
 
 
 def _plain(amax):
@@ -83,7 +89,8 @@ def _nearest(x, dtype):
     below = jnp.searchsorted(between, size, side="left", method="compare_all")
     tie = (jnp.append(between, np.inf)[below] == size) & (below % 2 == 1)
     nearest = jnp.asarray(grid)[jnp.minimum(below + tie, grid.size - 1)]
-    return jnp.where(jnp.isnan(x), x, jnp.copysign(nearest, x)).astype(dtype)
+    nan = jnp.nan if grid.size > 8 else 0.0  # E2M1 has none
+    return jnp.where(jnp.isnan(x), nan, jnp.copysign(nearest, x)).astype(dtype)
 
 
 def _stochastic(x, bytes_):

@@ -11,9 +11,11 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def round_to_codes(x, dtype):
-    """The nearest code, ties to even; beyond the largest the largest. NaN stays NaN where the code has one (E2M1: 0)."""
+    """The nearest code, ties to even; beyond the largest the largest. NaN stays NaN; E2M1 has none and gets 0."""
     largest = LARGEST[jnp.dtype(dtype)]
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    limited = jnp.clip(x, -largest, largest)
+    nan = jnp.zeros_like(x) if jnp.dtype(dtype) == E2M1 else x
+    return jnp.where(jnp.isnan(x), nan, limited).astype(dtype)  # XLA's minimum on CPUs need not keep a NaN
 
 
 def stochastic_e2m1(x, bytes_):
@@ -27,14 +29,14 @@ def stochastic_e2m1(x, bytes_):
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     below = jnp.floor(size / step)
     up = size / step - below > (bytes_.astype(jnp.float32) + 0.5) / 256
-    return jnp.copysign((below + up.astype(jnp.float32)) * step, x).astype(E2M1)
+    return round_to_codes(jnp.copysign((below + up.astype(jnp.float32)) * step, x), E2M1)
 
 
 def random_bytes(key, shape: tuple[int, ...]):
     """uint8 of that shape, four of each 32-bit word, the lowest first; the last dim must be a multiple of 4."""
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 4), jnp.uint32)
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape((1,) * len(shape) + (4,))
-    return ((jnp.expand_dims(words, -1) >> shifts[0]) & 0xFF).astype(jnp.uint8).reshape(shape)
+    return ((jnp.expand_dims(words, -1) >> shifts) & 0xFF).astype(jnp.uint8).reshape(shape)
 
 
 def hadamard(x, *, inverse: bool = False):
