@@ -17,7 +17,7 @@ def reset_interpreter() -> None:
 
 def races_found() -> bool:
     """True when the last kernel interpreted with `detect_races=True` had a race."""
-    return bool(_interpreter.get_races().races_found)
+    return _interpreter.get_races().races_found
 
 
 def device_kind() -> str:
