@@ -34,6 +34,7 @@ def combine(rows_RD, row_of_pair_Tk, tiles: Tiles):
     lines = next(n for n in (8, 4, 2, 1) if n * _LINE <= tiles.columns and per_row % n == 0)
     pieces = per_row // lines
     num_steps = num_tokens * pieces
+    blocks = min(tiles.blocks, num_steps)
     held = plgpu.Layout.WG_STRIDED((lines, _LINE), vec_size=min(lines * _LINE // 128, 16 // dtype.itemsize))
 
     def kernel(rows, places, sums, parts, staged, arrived):
@@ -66,14 +67,14 @@ def combine(rows_RD, row_of_pair_Tk, tiles: Tiles):
             plgpu.copy_smem_to_gmem(staged, sums.at[at(lax.div(step, pieces), step)])
 
         first = lax.axis_index("block")
-        mine = lax.div(num_steps - first + tiles.blocks - 1, tiles.blocks)
+        mine = lax.div(num_steps - first + blocks - 1, blocks)
         found = places_of(first)
-        pl.when(mine > 0)(lambda: fetch(first, 0, found))
+        fetch(first, 0, found)
 
         def body(i, found):
-            step, slot = first + i * tiles.blocks, lax.rem(i, 2)
-            after = places_of(step + tiles.blocks)
-            pl.when(i + 1 < mine)(lambda: fetch(step + tiles.blocks, 1 - slot, after))
+            step, slot = first + i * blocks, lax.rem(i, 2)
+            after = places_of(step + blocks)
+            pl.when(i + 1 < mine)(lambda: fetch(step + blocks, 1 - slot, after))
             add_up(step, slot, found)
             return after
 
@@ -88,7 +89,7 @@ def combine(rows_RD, row_of_pair_Tk, tiles: Tiles):
             plgpu.SMEM((lines, _LINE), dtype),
             plgpu.Barrier(num_arrivals=top_k, num_barriers=2),
         ],
-        grid=(tiles.blocks,),
+        grid=(blocks,),
         grid_names=("block",),
         kernel_name="combine",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

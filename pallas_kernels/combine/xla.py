@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 def combine(rows_RD, row_of_pair_Tk):
     """As in the package's `combine`."""
+    if not rows_RD.shape[0]:  # a gather cannot take from nothing, and no pair has a row
+        rows_RD = jnp.zeros((1, rows_RD.shape[1]), rows_RD.dtype)
     total_TD = None
     for row_T in row_of_pair_Tk.T:
         part_TD = rows_RD[jnp.maximum(row_T, 0)].astype(jnp.float32)

@@ -24,13 +24,14 @@ _LOOKED_AT = 16  # result rows whose tokens are fetched side by side
 
 
 class Cut(NamedTuple):
-    """Lines of a row, tokens a step, lines of a step with padding, steps, result rows a step."""
+    """Lines of a row, tokens a step, lines of a step with padding, steps, result rows a step, thread blocks."""
 
     lines: int
     tokens: int
     padded: int
     steps: int
     rows: int
+    blocks: int
 
 
 def line_width(columns: int) -> int:
@@ -60,7 +61,7 @@ def _cut(num_tokens: int, num_rows: int, lines: int, tiles: Tiles, multiple: int
     fits = [n for n in range(1, 9) if padded(n) <= 128] or [1]
     tokens = tiles.tokens or max(fits, key=lambda n: (n * lines / padded(n), -n))
     steps = -(-num_tokens // tokens)
-    return Cut(lines, tokens, padded(tokens), steps, -(-num_rows // steps))
+    return Cut(lines, tokens, padded(tokens), steps, -(-num_rows // steps), min(tiles.blocks, steps))
 
 
 def quantize_and_permute(x_TD, row_of_pair_Tk, token_of_row_R, format: Format, tiles: Tiles):
@@ -106,7 +107,7 @@ def quantize_and_permute(x_TD, row_of_pair_Tk, token_of_row_R, format: Format, t
             _clear_empty(tokens, step, cut, num_rows, clear)
             plgpu.commit_smem_to_gmem_group()
 
-        _walk(cut.steps, tiles, fetch, body)
+        _walk(cut, fetch, body)
 
     staged = lambda kind: plgpu.SMEM((cut.padded, 128), kind, transforms=swizzled(kind))
     codes, scales = plgpu.kernel(
@@ -123,7 +124,7 @@ def quantize_and_permute(x_TD, row_of_pair_Tk, token_of_row_R, format: Format, t
             plgpu.SMEM((-(-lines // 128) * 128,), jnp.float32),
             plgpu.Barrier(num_arrivals=cut.tokens),
         ],
-        **_launch(tiles, "quantize_and_permute"),
+        **_launch(cut, "quantize_and_permute"),
     )(x_TD.reshape(num_tokens * lines, 128), row_of_pair_Tk.reshape(-1), token_of_row_R)
     return codes.reshape(num_rows, columns), scales.reshape(num_rows, lines)
 
@@ -161,7 +162,7 @@ def permute(x_TD, row_of_pair_Tk, token_of_row_R, tiles: Tiles):
             _clear_empty(tokens, step, cut, num_rows, clear)
             plgpu.commit_smem_to_gmem_group()
 
-        _walk(cut.steps, tiles, fetch, body)
+        _walk(cut, fetch, body)
 
     whole = -(-lines * width // 128) * 128 // width
     rows = plgpu.kernel(
@@ -172,32 +173,32 @@ def permute(x_TD, row_of_pair_Tk, token_of_row_R, tiles: Tiles):
             plgpu.SMEM((whole, width), x_TD.dtype),
             plgpu.Barrier(num_arrivals=cut.tokens, num_barriers=2),
         ],
-        **_launch(tiles, "permute"),
+        **_launch(cut, "permute"),
     )(x_TD.reshape(num_tokens * lines, width), row_of_pair_Tk.reshape(-1), token_of_row_R)
     return rows.reshape(num_rows, columns)
 
 
-def _launch(tiles: Tiles, name: str) -> dict:
+def _launch(cut: Cut, name: str) -> dict:
     return dict(
-        grid=(tiles.blocks,),
+        grid=(cut.blocks,),
         grid_names=("block",),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
 
 
-def _walk(num_steps: int, tiles: Tiles, fetch, body) -> None:
+def _walk(cut: Cut, fetch, body) -> None:
     """`body(step, next step, slot)` for this thread block's steps, in slots 0 and 1 by turns; waits for the last stores.
 
     The first step is fetched here, each other one by the body before it.
     """
     first = lax.axis_index("block")
-    pl.when(first < num_steps)(lambda: fetch(first, 0))
+    fetch(first, 0)
 
-    @pl.loop(0, lax.div(num_steps - first + tiles.blocks - 1, tiles.blocks))
+    @pl.loop(0, lax.div(cut.steps - first + cut.blocks - 1, cut.blocks))
     def _(i):
-        step = first + i * tiles.blocks
-        body(step, step + tiles.blocks, lax.rem(i, 2))
+        step = first + i * cut.blocks
+        body(step, step + cut.blocks, lax.rem(i, 2))
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -21,5 +21,7 @@ def quantize_and_permute(x_TD, row_of_pair_Tk, token_of_row_R, format: Format) -
 
 
 def _gather(x_TD, token_of_row_R, empty):
+    if not x_TD.shape[0]:  # a gather cannot take from nothing, and no row holds a token
+        x_TD = jnp.zeros((1, x_TD.shape[1]), x_TD.dtype)
     inside_R1 = (token_of_row_R >= 0)[:, None]
     return jnp.where(inside_R1, x_TD[jnp.maximum(token_of_row_R, 0)], jnp.asarray(empty, x_TD.dtype))

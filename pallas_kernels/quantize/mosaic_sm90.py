@@ -4,6 +4,7 @@ R rows, D columns, B = D / 128; E arrays one below the other (R counts the rows 
 that walks its share of tiles: the next tile's bulk load runs while this one's is worked on, results leave by bulk stores.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -45,6 +46,8 @@ def cast(x, format: Format, wanted: Wanted, tiles: Tiles) -> tuple[Quantised, ..
         x = jnp.pad(x, (*((0, 0),) * len(batch), (0, missing), (0, 0)))
     group = rows + missing
     tiles = tiles.resolved(x.dtype, both=wanted.columns)
+    num_tiles = x.size // 128 // (128 if wanted.columns or format.rows == 128 else _ROWS)
+    tiles = dataclasses.replace(tiles, blocks=min(tiles.blocks, num_tiles))
     fold = lambda a, height: a.reshape(*batch, height, -1)
     if format.rows == 128:
         *codes, scales_t64 = _squares(x.reshape(-1, columns), group, format, wanted, tiles)
