@@ -50,10 +50,10 @@ def complaints(row: dict, committed: dict | None) -> list[str]:
 def line(case: str, r: Report) -> str:
     """One kernel's line of the printed table."""
     ratio = f"{r.loop_multiplies / r.loop_tensor:.1f}" if r.loop_tensor else "-"
-    kinds = ", ".join(f"{n} {kind}" for kind, n in r.tensor.items()) or "no tensor-core instruction"
+    kinds = ", ".join(f"{n} {kind}" for kind, n in r.tensor.items()) or "-"
     return (
-        f"{case:58}{r.registers:5}{r.spill_bytes:6}{r.local_instructions:6}{r.shared_bytes:8}{r.loads:4}{r.stores:4}"
-        f"{ratio:>7}{r.ptxas_s:7.2f}  {kinds}"
+        f"{case:64}{r.registers:5}{r.spill_bytes:6}{r.local_instructions:6}{r.shared_bytes:8}{r.loads:4}{r.stores:4}"
+        f"{ratio:>8}{r.ptxas_s:8.2f}  {r.kernel}: {kinds}"
     )
 
 
@@ -68,13 +68,13 @@ def main() -> int:
         parser.error(f"no case has {arguments.only!r} in its name")
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     found, failed = {}, []
-    print(f"{'case':58}{'regs':>5}{'spill':>6}{'local':>6}{'shared':>8}{'ld':>4}{'st':>4}{'FMA/MMA':>8}{'ptxas s':>8}")
+    print(f"{'case':64}{'regs':>5}{'spill':>6}{'local':>6}{'shared':>8}{'ld':>4}{'st':>4}{'FMA/MMA':>8}{'ptxas s':>8}")
     for specs, name in chosen:
         try:
             reports = inspect(specs, name, TARGET.read_text(), python=sys.executable)
         except CompileError as error:
             failed.append(f"{name}: {error}")
-            print(f"{name:58}  could not be compiled")
+            print(f"{name:64}  could not be compiled")
             continue
         found[name] = [as_row(report) for report in reports]
         old = {row["kernel"]: row for row in table.get(name, [])}

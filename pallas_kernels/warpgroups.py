@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.tiles import store_rows
 
 ROWS = 128
@@ -49,19 +50,21 @@ def copy_or_multiply(copy_in: Callable[[], None], multiply: Callable[[], None]) 
     lax.cond(me() == COPYING, copying, multiplying)
 
 
-def launch(kernel, *, name: str, out_type, scratch_types, num_sms: int):
-    """A function of the kernel's operands."""
-    return plgpu.kernel(
-        kernel,
+def launch(kernel, *, name: str, out_type, scratch_types, num_sms: int, in_place: int | None = None):
+    """A function of the kernel's operands.  in_place: the operand whose memory the result takes, if any."""
+    options = dict(
         out_type=out_type,
         scratch_types=scratch_types,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(num_sms,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+    if in_place is None:
+        return plgpu.kernel(kernel, **options)
+    return compat.kernel_in_place(kernel, aliases={in_place: 0}, **options)
 
 
 def tiled(dtype):

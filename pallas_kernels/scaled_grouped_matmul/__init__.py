@@ -3,8 +3,6 @@
 R rows, E groups (experts), K the summed dim, N output columns, B = K / 128 and C = N / 128 blocks.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -65,12 +63,12 @@ def scaled_grouped_matmul(
     reasons = implementations()
     reasons["mosaic"] = reasons["mosaic"] or _columns_reason(config, outer)
     chosen = choose("scaled_grouped_matmul", implementation, reasons)
-    arrays = vma.align(lhs_RK, lhs_scales_RB, rhs_ENK, rhs_scales_ECB, group_sizes_E.astype(jnp.int32))
+    given = lhs_RK, lhs_scales_RB, rhs_ENK, rhs_scales_ECB, group_sizes_E.astype(jnp.int32)
+    arrays = vma.align(*_without_gradient(*given))
     if chosen != "mosaic":
         run = reference.grouped_matmul if chosen == "reference" else xla.grouped_matmul
-        return _without_gradient(lambda *arrays: run(*arrays, out_dtype=out_dtype))(*arrays)
-    config = config or Config.of(outer, out_dtype)
-    return _without_gradient(functools.partial(_on_hopper, out_dtype=out_dtype, config=config))(*arrays)
+        return run(*arrays, out_dtype=out_dtype)
+    return _on_hopper(*arrays, out_dtype=out_dtype, config=config or Config.of(outer, out_dtype))
 
 
 def dgrad(grad_RN, grad_scales_RC, rhs_EKN, rhs_scales_EBC, group_sizes_E, **options):
@@ -125,22 +123,13 @@ def wgrad(
     if total is not None:
         _scales("total", total, (groups, outer, inner))
     chosen = choose("scaled_grouped_matmul.wgrad", implementation, implementations())
-    given = (grad_NR, grad_scales_NB, lhs_KR, lhs_scales_KB, group_sizes_E.astype(jnp.int32))
-    arrays = vma.align(*given, *(() if total is None else (total,)))
-
-    def run(grad, grad_scales, lhs, lhs_scales, sizes, total=None):
-        if chosen != "mosaic":
-            return (reference.wgrad if chosen == "reference" else xla.wgrad)(
-                grad, grad_scales, lhs, lhs_scales, sizes, total
-            )
-        axes = vma.axes_of(grad)
-        if num_rows == 0:
-            return total if total is not None else vma.cast_to(axes, jnp.zeros((groups, outer, inner), jnp.float32))
-        scales = grad_scales.T, lhs_scales.T
-        kernel = mosaic_sm90_wgrad.wgrad
-        return vma.cast_to(axes, kernel(grad, scales[0], lhs, scales[1], sizes, total, aligned, config or GradConfig()))
-
-    return _without_gradient(run)(*arrays)
+    given = grad_NR, grad_scales_NB, lhs_KR, lhs_scales_KB, group_sizes_E.astype(jnp.int32)
+    arrays = vma.align(*_without_gradient(*given, *(() if total is None else (total,))))
+    if total is None:
+        arrays = (*arrays, None)
+    if chosen != "mosaic":
+        return (reference if chosen == "reference" else xla).wgrad(*arrays)
+    return _wgrad_on_hopper(*arrays, aligned=aligned, config=config or GradConfig())
 
 
 def implementations() -> dict[str, str]:
@@ -157,21 +146,29 @@ def _on_hopper(lhs_RK, lhs_scales_RB, rhs_ENK, rhs_scales_ECB, sizes_E, *, out_d
     return vma.cast_to(vma.axes_of(lhs_RK), out_RN)[:num_rows]
 
 
+def _wgrad_on_hopper(grad_NR, grad_scales_NB, lhs_KR, lhs_scales_KB, sizes_E, total_ENK, *, aligned, config):
+    axes, shape = vma.axes_of(grad_NR), (sizes_E.shape[0], grad_NR.shape[0], lhs_KR.shape[0])
+    if grad_NR.shape[1] == 0:
+        return vma.cast_to(axes, jnp.zeros(shape, jnp.float32)) if total_ENK is None else total_ENK
+    operands = grad_NR, grad_scales_NB.T, lhs_KR, lhs_scales_KB.T
+    return vma.cast_to(axes, mosaic_sm90_wgrad.wgrad(*operands, sizes_E, total_ENK, aligned, config))
+
+
 def _columns_reason(config: Config | None, outer: int) -> str:
     if config is None or outer % config.columns == 0:
         return ""
     return f"Config.columns={config.columns} doesn't divide N = {outer}"
 
 
-def _without_gradient(run):
-    """`run`, refusing to be differentiated: a gradient through codes would be of the rounding, hence zero or wrong."""
-    call = jax.custom_jvp(run)
+@jax.custom_jvp
+def _without_gradient(*arrays):
+    """The arrays, refusing to be differentiated: a gradient through codes would be that of rounding, zero or wrong."""
+    return arrays
 
-    @call.defjvp
-    def refuse(primals, tangents):
-        raise TypeError("float8 codes have no gradient: use dgrad and wgrad in the layer's own rule")
 
-    return call
+@_without_gradient.defjvp
+def _refuse(primals, tangents):
+    raise TypeError("float8 codes have no gradient: use dgrad and wgrad in the layer's own rule")
 
 
 def _matrix(name: str, x) -> tuple[int, int]:

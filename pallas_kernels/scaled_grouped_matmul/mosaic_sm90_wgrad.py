@@ -26,7 +26,7 @@ from pallas_kernels.warpgroups import HALF, ROWS
 @dataclasses.dataclass(frozen=True)
 class _Block:
     """What a block works with. edges: grad and lhs of blocks that two groups share, with zeros for the other's rows; empty
-    when there are no such blocks. accumulate: adds to what the result holds.
+    when there are no such blocks. total: what to add to, the same memory as `out`, or None.
     """
 
     grad: Any
@@ -35,11 +35,11 @@ class _Block:
     lhs_scales: Any
     blocks: Any
     edges: tuple[Any, ...]
+    total: Any
     out: Any
     grad_smem: Any
     lhs_smem: Any
     ring: Ring
-    accumulate: bool
     config: GradConfig
 
     def walk(self, visit):
@@ -94,7 +94,7 @@ class _Block:
                 return total + scaled(scaled(partial, columns, 1), rows, 0)
 
             total = lax.fori_loop(0, steps, one, warpgroups.zeros(HALF, BLOCK))
-            self.store(self.out.at[group, mine, pl.ds(column, BLOCK)], total, steps)
+            self.store((group, mine, pl.ds(column, BLOCK)), total, steps)
             return step + steps
 
         self.walk(visit)
@@ -113,45 +113,41 @@ class _Block:
 
         return pl.run_scoped(multiply, plgpu.ACC((HALF, BLOCK), jnp.float32))
 
-    def store(self, target, total, steps):
+    def store(self, place, sums, steps):
         """A thread's neighbouring columns are 32 bytes with its quad's, a whole sector: no detour by shared memory."""
-        if not self.accumulate:
-            plgpu.store(target, total, optimized=False)
+        if self.total is None:
+            plgpu.store(self.out.at[place], sums, optimized=False)
             return
 
         @pl.when(steps > 0)
         def _():
-            before = plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.store(target, before + total, optimized=False)
+            before = plgpu.load(self.total.at[place], layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.store(self.out.at[place], before + sums, optimized=False)
 
 
 def wgrad(grad_NR, grad_scales_BN, lhs_KR, lhs_scales_BK, sizes_E, total_ENK, aligned: bool, config: GradConfig):
     """As in the package's `wgrad`, with the scales transposed."""
     edges = () if aligned else tuple(shared_blocks(x, sizes_E, BLOCK, axis=1) for x in (grad_NR, lhs_KR))
-    accumulate = total_ENK is not None
+    totals = () if total_ENK is None else (total_ENK,)
     smem = lambda rows, dtype: plgpu.SMEM((config.stages, rows, BLOCK), dtype, transforms=warpgroups.tiled(dtype))
 
     def kernel(grad, grad_scales, lhs, lhs_scales, blocks, *refs):
-        *edges, out, grad_smem, lhs_smem, full, empty = refs
-        operands = grad, grad_scales, lhs, lhs_scales, blocks, tuple(edges), out
-        block = _Block(*operands, grad_smem, lhs_smem, Ring(full, empty, config.stages), accumulate, config)
+        *rest, out, grad_smem, lhs_smem, full, empty = refs
+        edge_refs, total = tuple(rest[: len(edges)]), rest[len(edges)] if totals else None
+        operands = grad, grad_scales, lhs, lhs_scales, blocks, edge_refs, total, out
+        block = _Block(*operands, grad_smem, lhs_smem, Ring(full, empty, config.stages), config)
         warpgroups.copy_or_multiply(block.copy_in, block.multiply)
 
-    result = jax.ShapeDtypeStruct((sizes_E.shape[0], grad_NR.shape[0], lhs_KR.shape[0]), jnp.float32)
-    call = warpgroups.launch(
+    operands = (grad_NR, grad_scales_BN, lhs_KR, lhs_scales_BK, row_blocks(sizes_E, BLOCK), *edges, *totals)
+    return warpgroups.launch(
         kernel,
         name="scaled_grouped_wgrad",
-        out_type=() if accumulate else result,
+        out_type=jax.ShapeDtypeStruct((sizes_E.shape[0], grad_NR.shape[0], lhs_KR.shape[0]), jnp.float32),
         scratch_types=[
             smem(ROWS, grad_NR.dtype),
             smem(BLOCK, lhs_KR.dtype),
             *Ring.scratch(config.stages, copies=2, readers=2),
         ],
         num_sms=config.num_sms,
-    )
-    arguments = (grad_NR, grad_scales_BN, lhs_KR, lhs_scales_BK, row_blocks(sizes_E, BLOCK), *edges)
-    if not accumulate:
-        return call(*arguments)
-    total = jax.new_ref(total_ENK)  # the kernel writes where XLA put it: in place where the buffer was donated
-    call(*arguments, total)
-    return jax.freeze(total)
+        in_place=len(operands) - 1 if totals else None,
+    )(*operands)

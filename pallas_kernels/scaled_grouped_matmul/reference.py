@@ -28,8 +28,8 @@ def wgrad(grad_NR, grad_scales_NB, lhs_KR, lhs_scales_KB, sizes_E, total_ENK):
     grad_NR = grad_NR.astype(jnp.float32) * spread(grad_scales_NB, (1,))
     lhs_KR = lhs_KR.astype(jnp.float32) * spread(lhs_scales_KB, (1,))
     ends_E = jnp.cumsum(sizes_E)
-    rows_R = jnp.arange(grad_NR.shape[1])
-    inside_ER = (rows_R >= (ends_E - sizes_E)[:, None]) & (rows_R < ends_E[:, None])
+    rows_1R = jnp.arange(grad_NR.shape[1])[None]
+    inside_ER = (rows_1R >= (ends_E - sizes_E)[:, None]) & (rows_1R < ends_E[:, None])
 
     def one(inside_R):
         grad, lhs = (jnp.where(inside_R[None], x, 0) for x in (grad_NR, lhs_KR))

@@ -13,8 +13,9 @@ from pallas_kernels.combine import Tiles as CombineTiles
 from pallas_kernels.combine import combine
 from pallas_kernels.permute import Tiles, permute, quantize_and_permute, sort_rows
 from pallas_kernels.permute.specs import PATTERNS, choices
-from tests.pallas_kernels.interpreter import interpreted, interpreted_on_two_devices
+from tests.pallas_kernels.interpreter import interpreted
 from tests.pallas_kernels.test_quantize_hopper import same_bits
+from tests.replicated import two_devices
 
 T, TOP_K, E, D = 19, 3, 5, 1024  # tokens that no number of tokens a step divides
 ROWS = 96
@@ -136,7 +137,7 @@ def test_two_devices():
         return jax.grad(lambda w: jax.lax.psum(loss(w, x, maps, "mosaic"), "x"))(w)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x"), P("x"), P("x")), out_specs=P())
-    with interpreted_on_two_devices():
+    with two_devices.interpreted():
         got = jax.jit(run)(w, x, *maps)
     parts = [jax.grad(loss)(w, x[9 * i :][:9], both[i], "xla") for i in (0, 1)]
     np.testing.assert_allclose(

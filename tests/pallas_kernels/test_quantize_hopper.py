@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.quantize import FORMATS, Quantised, Tiles, quantize, quantize_both
-from tests.pallas_kernels.interpreter import interpreted, interpreted_on_two_devices
+from tests.pallas_kernels.interpreter import interpreted
+from tests.replicated import two_devices
 
 FEW = Tiles(blocks=2, stages=2)
 
@@ -84,12 +85,12 @@ def test_two_devices():
         )
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P()))
-    with interpreted_on_two_devices():
+    with two_devices.interpreted():
         mine, shared = jax.jit(run)(x, w)
     same_bits(mine, quantize(x, "e4m3_1x128", implementation="xla"))
     same_bits(shared, quantize(w, "e4m3_128x128", implementation="xla"))
     wrong = jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()))
-    with interpreted_on_two_devices(), pytest.raises(ValueError, match="out_specs"):
+    with two_devices.interpreted(), pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(wrong, x, w)
 
 
