@@ -89,17 +89,33 @@ def inspect(specs: str, name: str, target: str, *, python: str | Path, timeout_s
             raise CompileError(f"{name}: not compiled within {timeout_s:.0f} s") from error
         if done.returncode:
             raise CompileError(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
-        found = tuple(_read(dump, ptxas.stem) for ptxas in sorted(dump.glob("*.ptxas")))
+        found = _read_all(dump)
     if not found:
         raise CompileError(f"{name} compiled, but no Mosaic kernel is in it")
     return found
 
 
-def _read(dump: Path, kernel: str) -> Report:
-    texts = [
-        (dump / f"{kernel}.{ending}").read_text() for ending in ("ptxas", "sass_ctrl", "before_layout_inference.txt")
-    ]
-    return parse(kernel, *texts)
+def _read_all(dump: Path) -> tuple[Report, ...]:
+    """Reports of all kernels dumped. Mosaic numbers its files; a kernel's number here counts those of the same name."""
+    reports = []
+    stems = sorted((path.stem for path in dump.glob("*.ptxas")), key=lambda stem: int(stem.rpartition("_")[2]))
+    for stem in stems:
+        name = stem.rpartition("_")[0]
+        same = sum(report.kernel.partition(" ")[0] == name for report in reports)
+        ptxas, sass = ((dump / f"{stem}.{ending}").read_text() for ending in ("ptxas", "sass_ctrl"))
+        reports.append(parse(f"{name} {same + 1}" if same else name, ptxas, sass, _first_module(dump, stem)))
+    return tuple(sorted(reports, key=lambda report: report.kernel))
+
+
+def _first_module(dump: Path, stem: str) -> str:
+    """The kernel's MLIR as it came in, up to its launch; the log goes on with every pass."""
+    lines = []
+    with (dump / f"{stem}.mlir-passes.log").open() as log:
+        for line in log:
+            lines.append(line)
+            if "gpu.launch" in line:
+                return "".join(lines)
+    raise CompileError(f"{stem}: no launch in the compiler's log")
 
 
 def parse(kernel: str, ptxas: str, sass: str, module: str) -> Report:
@@ -123,13 +139,13 @@ def parse(kernel: str, ptxas: str, sass: str, module: str) -> Report:
         tensor[operation] = tensor.get(operation, 0) + 1
     inside = _tensor_loop(sass, instructions)
     count = lambda *kinds: sum(operation.split(".")[0] in kinds for operation in operations)
-    shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", module)
+    shared = re.search(r"dynamic_shared_memory_size %(\w+)", module)
     return Report(
         kernel=kernel,
         registers=int(number(r"Used (\d+) registers", ptxas)),
         spill_bytes=int(number(r"(\d+) bytes spill stores", ptxas) + number(r"(\d+) bytes spill loads", ptxas)),
         local_instructions=count("LDL", "STL"),
-        shared_bytes=int(shared[1]) if shared else 0,
+        shared_bytes=int(number(rf"%{shared[1]} = arith\.constant (\d+) : i32", module)) if shared else 0,
         tensor=tensor,
         loads=count("UTMALDG"),
         stores=count("UTMASTG"),

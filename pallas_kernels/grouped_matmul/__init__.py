@@ -6,13 +6,13 @@ R rows, E groups (experts), K and N the dims of a group's matrix.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import reference, xla
-from pallas_kernels.grouped_matmul.config import Tiles
+from pallas_kernels import hopper
+from pallas_kernels.choose import choose
+from pallas_kernels.grouped_matmul import mosaic, reference, xla
+from pallas_kernels.grouped_matmul.config import HopperConfig, Tiles
 from pallas_kernels.vma import align
 
-__all__ = ["Tiles", "check_sizes", "grouped_matmul", "implementations"]
-
-_ORDER = ("mosaic", "xla", "reference")
+__all__ = ["HopperConfig", "Tiles", "check_sizes", "grouped_matmul", "implementations"]
 
 
 def grouped_matmul(
@@ -22,6 +22,7 @@ def grouped_matmul(
     *,
     implementation: str | None = None,
     tiles: Tiles | None = None,
+    config: HopperConfig | None = None,
     preferred_element_type=None,
 ):
     """Multiplies rows [sum(sizes[:e]), sum(sizes[:e + 1])) of lhs by rhs[e]; differentiable in lhs and rhs.
@@ -36,7 +37,9 @@ def grouped_matmul(
       rhs_EKN: of the same dtype; its gradient is summed in float32 and then cast to it.
       group_sizes_E: int32, not negative, their sum at most R. `check_sizes` tests this outside jit.
       implementation: None takes the first of mosaic, xla, reference that runs here; a named one that cannot run raises.
-      tiles: rows of a tile; None takes the default, whatever R is. Without effect on the reference.
+      tiles: rows of a tile of the implementation xla; None takes the default, whatever R is.
+      config: tiles of the Hopper kernels (mosaic: bfloat16, K and N multiples of 128), for the product and its gradients;
+        None takes for each the widest tile that divides it.
       preferred_element_type: dtype of the result; None is that of lhs.
 
     Returns: [R, N]. In a shard_map it varies over the union of the arguments' axes, gradients over each argument's own.
@@ -45,15 +48,14 @@ def grouped_matmul(
     implementation that cannot run here.
     """
     _check(lhs_RK, rhs_EKN, group_sizes_E)
-    if implementation is None:
-        implementation = next(name for name in _ORDER if not implementations()[name])
-    elif implementation not in _ORDER:
-        raise ValueError(f"implementation={implementation!r}: choose one of {_ORDER}, or None")
-    elif reason := implementations()[implementation]:
-        raise NotImplementedError(f"grouped_matmul implementation={implementation!r}: {reason}")
+    out_dtype = jnp.dtype(preferred_element_type or lhs_RK.dtype)
+    reasons = implementations()
+    reasons["mosaic"] = reasons["mosaic"] or mosaic.unsupported(lhs_RK, rhs_EKN, out_dtype, config)
+    implementation = choose("grouped_matmul", implementation, reasons)
     lhs_RK, rhs_EKN, group_sizes_E = align(lhs_RK, rhs_EKN, group_sizes_E)
     group_sizes_E = group_sizes_E.astype(jnp.int32)
-    out_dtype = jnp.dtype(preferred_element_type or lhs_RK.dtype)
+    if implementation == "mosaic":
+        return mosaic.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, out_dtype, config)
     if implementation == "reference":
         return reference.grouped_matmul(lhs_RK, rhs_EKN, group_sizes_E, out_dtype=out_dtype)
     tiles, rows = tiles or Tiles(), lhs_RK.shape[0]
@@ -64,7 +66,7 @@ def grouped_matmul(
 
 def implementations() -> dict[str, str]:
     """Every implementation, with the reason why it doesn't run on this back end ("" where it does)."""
-    return {"mosaic": "the Mosaic GPU kernel isn't built yet", "xla": "", "reference": ""}
+    return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
 def check_sizes(group_sizes_E, num_rows: int) -> None:

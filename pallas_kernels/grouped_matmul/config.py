@@ -1,6 +1,8 @@
-"""Tile size of the grouped matmul."""
+"""Tile sizes of the grouped matmul."""
 
 import dataclasses
+
+from pallas_kernels.warpgroups import SHARED_BYTES, STAGED_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,3 +18,45 @@ class Tiles:
     def __post_init__(self):
         if self.rows < 1:
             raise ValueError(f"Tiles.rows={self.rows} must be at least 1")
+
+
+STEP = 64
+"""Numbers of the summed dim that the Hopper kernels multiply at a time: 128 bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperConfig:
+    """How the Hopper kernels cut their work: output tiles of 128 rows, 64 for each of two warpgroups.
+
+    columns: of an output tile, 128 or 256.
+    stages: slots of the ring of operands in shared memory.
+    width: output tiles across which blocks walk together; their weights stay in the L2 cache.
+    num_sms: blocks, each on one multiprocessor, that share the tiles.
+    """
+
+    columns: int = 256
+    stages: int = 4
+    width: int = 8
+    num_sms: int = 132
+
+    def __post_init__(self):
+        if self.columns not in (128, 256):
+            raise ValueError(f"HopperConfig.columns={self.columns} must be 128 or 256")
+        for name in ("stages", "width", "num_sms"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"HopperConfig.{name}={getattr(self, name)} must be at least 1")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(
+                f"HopperConfig(columns={self.columns}, stages={self.stages}) needs {self.shared_bytes} bytes of shared "
+                f"memory, a Hopper block has {SHARED_BYTES}: take fewer stages"
+            )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Operands of every stage, both warpgroups' staging areas, barriers."""
+        return self.stages * (2 * STEP * (128 + self.columns) + 2 * 8) + 2 * 64 * STAGED_BYTES
+
+    @classmethod
+    def of(cls, columns: int) -> "HopperConfig":
+        """The default for a result of so many columns, a multiple of 128: the widest tile that divides it."""
+        return cls() if columns % 256 == 0 else cls(columns=128, stages=6)

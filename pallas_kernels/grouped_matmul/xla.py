@@ -44,6 +44,16 @@ def _bwd(tile_rows, out_dtype, kept, g_RN):
 grouped_matmul.defvjp(_fwd, _bwd)
 
 
+def rows_by_matrix(x_RK, w_ENK, sizes_E, tile_rows: int, out_dtype):
+    """Rows times the transpose of their group's matrix, [R, N]; without a gradient rule, R at least `tile_rows`."""
+    return _by_rows(x_RK, w_ENK, sizes_E, tile_rows, _TRANSPOSED, out_dtype)
+
+
+def sums_of_rows(x_RK, g_RN, sizes_E, tile_rows: int):
+    """Each group's x^T g, float32 [E, K, N]; without a gradient rule, R at least `tile_rows`."""
+    return _by_groups(x_RK, g_RN, sizes_E, tile_rows)
+
+
 def _by_rows(x_RK, w_EKN, sizes_E, m, dims, out_dtype):
     """Rows times their group's matrix, [R, N] (or [R, K] with the matrix transposed)."""
     width = w_EKN.shape[2 if dims is _ROWS else 1]

@@ -1,5 +1,6 @@
 """Gradients of an op inside shard_map over two devices against those of the same op on one device, on the whole batch."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     whole: inputs that are never split.
     exact: all values are whole numbers and sums exact in any order, so gradients must be equal bit by bit.
     communicates: devices exchange parts, so two that hold equal inputs would count them twice.
+    within: what the op is traced and run in.
     """
 
     call: Callable[[Fold, Any, Mapping[str, Any]], Any]
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     whole: tuple[str, ...] = ()
     exact: bool = False
     communicates: bool = False
+    within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @property
     def dim(self) -> int:
@@ -115,11 +118,14 @@ def gradient_function(case: Case, mode: str):
 
 def gradients(case: Case, mode: str):
     """What `gradient_function` gives, tokens in the order of the case's inputs."""
-    inputs, cotangents = dict(case.inputs), cotangents_of(case)
+    with case.within():
+        inputs, cotangents = dict(case.inputs), cotangents_of(case)
     if mode == "split":
         inputs = {name: x if name in case.whole else case.dealt(x) for name, x in inputs.items()}
         cotangents = [c if np.ndim(c) == 0 else case.dealt(c) for c in cotangents]
-    of_weights, of_inputs = jax.device_get(quick_jit(gradient_function(case, mode))(case.weights, inputs, cotangents))
+    with case.within():
+        run = quick_jit(gradient_function(case, mode))
+        of_weights, of_inputs = jax.device_get(run(case.weights, inputs, cotangents))
     if mode == "split" and case.axis == "cp":
         back = lambda x: x[:, np.argsort(zigzag_order(x.shape[1], 2))]
         of_inputs = {name: x if name in case.whole else back(x) for name, x in of_inputs.items()}

@@ -1,0 +1,59 @@
+"""Quantisation in plain XLA, on any back end.  R rows, K columns, r x c the tile; suffixes as in [..., R/r, r, K/c, c]."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quantize import rounding, scales
+from pallas_kernels.quantize.formats import Format, Quantised
+
+
+def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
+    """As in the package's `quantize`."""
+    tile_rows, tile_columns = format.tile(x.shape)
+    x = x.astype(jnp.float32)
+    if format.hadamard:
+        x = rounding.hadamard(x)
+    *batch, rows, columns = x.shape
+    x = x.reshape(*batch, rows // tile_rows, tile_rows, columns // tile_columns, tile_columns)
+    amax = scales.magnitude_bits(x).max(axis=(-3, -1), initial=0)
+    outer = None
+    if format.kind == "mx":
+        encode, byte = scales.mx_scales(amax, format.dtype)
+        stored = lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    elif format.kind == "nvfp4":
+        top = amax.max(axis=(-2, -1), keepdims=True, initial=0) if outer_amax is None else _bits(outer_amax, amax.ndim)
+        pair = scales.nvfp4_outer(top)
+        encode, stored = scales.nvfp4_scales(amax, pair)
+        outer = pair[1]
+    else:
+        encode, stored = scales.block_scales(amax, format.dtype, format.power_of_two)
+    scaled = (x * encode[..., :, None, :, None]).reshape(*batch, rows, columns)
+    if format.stochastic:
+        codes = rounding.stochastic_e2m1(scaled, bytes_)
+    else:
+        codes = rounding.round_to_codes(scaled, format.dtype)
+    codes, stored = rounding.behind_barrier((codes, stored))
+    return Quantised(codes, stored, outer)
+
+
+def _bits(outer_amax, ndim: int):
+    amax = jnp.asarray(outer_amax, jnp.float32)
+    return scales.magnitude_bits(amax.reshape((1,) * (ndim - amax.ndim) + amax.shape))
+
+
+def dequantize(quantised: Quantised) -> jax.Array:
+    """As in the package's `dequantize`."""
+    codes, stored, outer = quantised
+    *batch, rows, columns = codes.shape
+    down, across = stored.shape[-2:]
+    values = codes.astype(jnp.float32).reshape(*batch, down, rows // down, across, columns // across)
+    if stored.dtype == jnp.float8_e8m0fnu:
+        byte = lax.bitcast_convert_type(stored, jnp.uint8).astype(jnp.int32)
+        bits = jnp.where(byte == 255, scales.INFINITY | 1, jnp.where(byte == 0, 0x00400000, byte << 23))
+        factor = scales.as_float(bits)
+    else:
+        factor = stored.astype(jnp.float32)
+    if outer is not None:
+        factor = factor * outer
+    return (values * factor[..., :, None, :, None]).reshape(codes.shape)
