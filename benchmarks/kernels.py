@@ -36,6 +36,12 @@ def as_row(report: Report) -> dict:
     return {name: value for name, value in dataclasses.asdict(report).items() if name != "ptxas_s"}
 
 
+def as_text(table: dict[str, list[dict]]) -> str:
+    """JSON with a line for every kernel, so that a diff shows which one changed."""
+    rows = lambda case: ",\n".join(f"  {json.dumps(row)}" for row in table[case])
+    return "{\n" + ",\n".join(f" {json.dumps(case)}: [\n{rows(case)}\n ]" for case in sorted(table)) + "\n}\n"
+
+
 def complaints(row: dict, committed: dict | None) -> list[str]:
     """Why a kernel isn't as good as the table says; empty where it is."""
     found = [f"{row[name]} {name}" for name in ("spill_bytes", "local_instructions") if row[name]]
@@ -52,7 +58,7 @@ def line(case: str, r: Report) -> str:
     ratio = f"{r.loop_multiplies / r.loop_tensor:.1f}" if r.loop_tensor else "-"
     kinds = ", ".join(f"{n} {kind}" for kind, n in r.tensor.items()) or "-"
     return (
-        f"{case:64}{r.registers:5}{r.spill_bytes:6}{r.local_instructions:6}{r.shared_bytes:8}{r.loads:4}{r.stores:4}"
+        f"{case:70}{r.registers:5}{r.spill_bytes:6}{r.local_instructions:6}{r.shared_bytes:8}{r.loads:4}{r.stores:4}"
         f"{ratio:>8}{r.ptxas_s:8.2f}  {r.kernel}: {kinds}"
     )
 
@@ -68,13 +74,13 @@ def main() -> int:
         parser.error(f"no case has {arguments.only!r} in its name")
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     found, failed = {}, []
-    print(f"{'case':64}{'regs':>5}{'spill':>6}{'local':>6}{'shared':>8}{'ld':>4}{'st':>4}{'FMA/MMA':>8}{'ptxas s':>8}")
+    print(f"{'case':70}{'regs':>5}{'spill':>6}{'local':>6}{'shared':>8}{'ld':>4}{'st':>4}{'FMA/MMA':>8}{'ptxas s':>8}")
     for specs, name in chosen:
         try:
             reports = inspect(specs, name, TARGET.read_text(), python=sys.executable)
         except CompileError as error:
             failed.append(f"{name}: {error}")
-            print(f"{name:64}  could not be compiled")
+            print(f"{name:70}  could not be compiled")
             continue
         found[name] = [as_row(report) for report in reports]
         old = {row["kernel"]: row for row in table.get(name, [])}
@@ -85,7 +91,7 @@ def main() -> int:
     if arguments.write:
         everything = {name for _, name in production_cases()}
         rows = {name: row for name, row in (table | found).items() if name in everything}
-        TABLE.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+        TABLE.write_text(as_text(rows))
     print(*failed, sep="\n")
     return int(bool(failed))
 

@@ -116,13 +116,13 @@ class _Block:
     def store(self, place, sums, steps):
         """A thread's neighbouring columns are 32 bytes with its quad's, a whole sector: no detour by shared memory."""
         if self.total is None:
-            plgpu.store(self.out.at[place], sums, optimized=False)
+            self.out[place] = sums
             return
 
         @pl.when(steps > 0)
         def _():
             before = plgpu.load(self.total.at[place], layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.store(self.out.at[place], before + sums, optimized=False)
+            self.out[place] = before + sums
 
 
 def wgrad(grad_NR, grad_scales_BN, lhs_KR, lhs_scales_BK, sizes_E, total_ENK, aligned: bool, config: GradConfig):
