@@ -6,7 +6,7 @@ R rows, K columns (the dim that a product sums over), r x c the tile that shares
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, tuned
 from pallas_kernels.choose import choose
 from pallas_kernels.quantize import mosaic_sm90, reference, rounding, xla
 from pallas_kernels.quantize.config import Tiles
@@ -159,5 +159,7 @@ def _checked_bytes(format: Format, shape, key, random_bytes):
 
 def _by_kernel(x, format: Format, wanted: mosaic_sm90.Wanted, tiles: Tiles | None) -> tuple[Quantised, ...]:
     """The kernel's results, typed as varying like x; one for each direction wanted."""
-    found = mosaic_sm90.cast(x, format, wanted, tiles or Tiles())
+    directions = " and ".join(name for name, asked in wanted._asdict().items() if asked)
+    tiles = tiles or Tiles(**tuned.settings("quantize", f"{x.shape[-1]} columns, {directions}"))
+    found = mosaic_sm90.cast(x, format, wanted, tiles)
     return jax.tree.map(lambda a: cast_to(axes_of(x), a), found)
