@@ -194,6 +194,9 @@ class ParallelConfig:
     """ECHO: rows of a device from which on its hottest experts are cloned, in units of balanced routing."""
     echo_hot: int = 2
     """ECHO: experts of a device that may be cloned."""
+    echo_wire: Literal["compute", "float8"] = "compute"
+    """ECHO: clones' weights travel in the compute dtype, or as FP8 codes with a scale for each 128 x 128 block, which the
+    clone then computes with; their gradients return in the compute dtype."""
     rungs: int = 3
     """Buffer sizes that are compiled when the factors are finite: those given, then growing ones, the last the worst case.
     A step that overflows one is run again with the next, and gives the bits it would have given there at once."""

@@ -72,6 +72,12 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
     if config.parallel.echo_slots:
         part = model.d_model * model.expert_width // size("etp")
         problems.append(_divides("d_model x expert_width / etp, which clones are cut from,", part, "ep", size("ep")))
+        widths = model.d_model, model.expert_width // size("etp")
+        if config.parallel.echo_wire == "float8" and any(width % 128 for width in widths):
+            problems.append(
+                f"parallel.echo_wire=float8 has a scale for each 128 x 128 block: d_model={widths[0]} and expert_width / etp="
+                f"{widths[1]} must be multiples of 128; set it to compute"
+            )
     if model.num_dense_layers:
         problems.append(_divides("model.dense_width", model.dense_width, "tp", size("tp")))
     kv, tp = attention.num_kv_heads, size("tp")
@@ -324,7 +330,7 @@ def _parallel_problems(config: RunConfig) -> list[str]:
             problems.append(f"parallel.{name}={value} has no effect without cell_factor, row_factor or a stash")
     if parallel.echo == "retry" and not retrying:
         problems.append("parallel.echo=retry has no effect without cell_factor or row_factor: no step is run again")
-    for name in ("echo", "echo_hot", "echo_cap"):
+    for name in ("echo", "echo_hot", "echo_cap", "echo_wire"):
         if (value := getattr(parallel, name)) != getattr(ParallelConfig, name) and not parallel.echo_slots:
             problems.append(f"parallel.{name}={value} has no effect with echo_slots=0")
     for name in ("cell_factor", "row_factor"):

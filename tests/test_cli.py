@@ -140,6 +140,8 @@ CONFIGURATIONS = {
     "--parallel.echo=report": ["parallel.echo=report has no effect with echo_slots=0"],
     "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --parallel.echo=retry": [
         "parallel.echo=retry has no effect without cell_factor or row_factor"],
+    "--parallel.ep=2 --parallel.transport=alltoall --parallel.echo-slots=1 --parallel.echo-wire=float8 "
+    "--model.expert-width=64": ["parallel.echo_wire=float8", "expert_width / etp=64 must be multiples of 128"],
     "--memory.stash experts --memory.recompute experts": ["`experts` are in stash and in recompute"],
     "--memory.stash experts --model.num-dense-layers=4": ["memory.stash has no effect without MoE layers"],
     "--memory.stash experts --parallel.waves=2": ["memory.stash has no effect on parallel.waves"],

@@ -5,6 +5,7 @@ is computed alike on all ranks from counts that all of them know; sizes are stat
 is that of Megatron-Core's elastic cloning (arXiv 2603.07685, section on load imbalance), made of whole-array operations.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from mesh import collectives
 from mesh.axes import Axes
 from mesh.vma import vary, varying
 from moex.balance.scores import is_expert, places_among_equals
+from pallas_kernels.quantize import Quantised, dequantize, quantize
 
 
 class Clones(NamedTuple):
@@ -160,6 +162,39 @@ def fetch_weights(weights_eX, slot_nS, hot_per_home: int, ep: Axes):
     place_nS = slot_nS // num_local * hot_per_home + nth_ne.reshape(-1)[jnp.maximum(slot_nS, 0)]
     handed = pick(chunks, jnp.where(slot_nS >= 0, place_nS, -1).reshape(-1)).reshape(num_ranks, slots, -1)
     return exchange(handed).swapaxes(0, 1).reshape(slots, *weights_eX.shape[1:])
+
+
+def fetch_in_float8(weights_eKN, slot_nS, hot_per_home: int, ep: Axes):
+    """`fetch_weights` with half the bytes: codes (E4M3) with a scale for each 128 x 128 block, values rounded to them.
+
+    Gradients come home as they are, as if nothing had been rounded. K and N must be multiples of 128.
+    """
+    axes = varying(weights_eKN, slot_nS)
+    return _fetched_in_float8(vary(weights_eKN, axes), vary(slot_nS, axes), hot_per_home, ep)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _fetched_in_float8(weights_eKN, slot_nS, hot_per_home, ep):
+    codes, scales, _ = quantize(weights_eKN, "e4m3_128x128")
+    bits = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(fetch_weights(bits, slot_nS, hot_per_home, ep), codes.dtype)
+    shape, missing = scales.shape[1:], -scales[0].size % slot_nS.shape[0]  # chunks are equal for all ranks
+    flat = jnp.pad(scales.reshape(scales.shape[0], -1), ((0, 0), (0, missing)))
+    scales = fetch_weights(flat, slot_nS, hot_per_home, ep)[:, : flat.shape[1] - missing].reshape(-1, *shape)
+    return dequantize(Quantised(codes, scales), weights_eKN.dtype)
+
+
+def _float8_fwd(weights_eKN, slot_nS, hot_per_home, ep):
+    return _fetched_in_float8(weights_eKN, slot_nS, hot_per_home, ep), (jnp.zeros_like(weights_eKN), slot_nS)
+
+
+def _float8_bwd(hot_per_home, ep, kept, g_SKN):
+    like_eKN, slot_nS = kept
+    _, home = jax.vjp(lambda w: fetch_weights(w, slot_nS, hot_per_home, ep), like_eKN)
+    return home(g_SKN)[0], None
+
+
+_fetched_in_float8.defvjp(_float8_fwd, _float8_bwd)
 
 
 def pick(x_ND, index_M):

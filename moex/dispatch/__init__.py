@@ -4,6 +4,7 @@ The functions here are what a layer calls. They also own expert tensor paralleli
 before they are dispatched, each rank computes its part of the experts' width, and the parts are summed and scattered back.
 """
 
+import dataclasses
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -33,6 +34,9 @@ __all__ = [
 
 TRANSPORTS: dict[str, ModuleType] = {"local": local, "allgather": allgather, "alltoall": alltoall, "ragged": ragged}
 
+_ROW_MULTIPLE, _MANY_ROWS = 128, 1024
+"""Buffers with so many rows have a multiple of what GPU kernels read at a time, so that none need copy them to pad them."""
+
 
 def unavailable(transport: str, platform: str) -> str:
     """Why a transport doesn't run on a platform (cpu, gpu); "" where it does."""
@@ -59,6 +63,8 @@ def sizes(
         num_tokens * fold.size(etp), top_k, ranks, num_experts // ranks,
         cell_factor=cell_factor, spill_factor=spill_factor, row_factor=row_factor, align=align,
     )  # fmt: skip
+    if found.rows >= _MANY_ROWS and not pad:
+        found = dataclasses.replace(found, rows=-(-found.rows // _ROW_MULTIPLE) * _ROW_MULTIPLE)
     if not capacity:
         return found
     # Ranks of the context and tensor axes hold parts of the same rows, which have one capacity together.

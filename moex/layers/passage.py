@@ -95,8 +95,8 @@ def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel:
     copies_Tk = kept(echo.split_pairs(all_Tk, counts_nE, plan, me))
     copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
     with jax.named_scope("clones"):
-        fetch = lambda w: echo.fetch_weights(w, plan.slot_nS, parallel.echo_hot, ep)
-        gate_up, down = (jnp.concatenate([w, fetch(w)]) for w in own)
+        fetch = dict(compute=echo.fetch_weights, float8=echo.fetch_in_float8)[parallel.echo_wire]
+        gate_up, down = (jnp.concatenate([w, fetch(w, plan.slot_nS, parallel.echo_hot, ep)]) for w in own)
     return Copies((gate_up, down), copies_Tk, num_experts + ranks * slots, held, load)
 
 

@@ -131,8 +131,14 @@ def _run(function, ints, rows, others):
     as_long = lambda n: jax.eval_shape(
         lambda: _pulled(function, _zeros(ints, axes), _zeros(rows, axes, n), _zeros(others, axes))[1]
     )
-    # A function may pad few rows to a tile, hence keep other arrays of one row more than of one row less.
-    longer = next(x for n in (num_rows + 1, num_rows - 1) if len(x := as_long(n)) == len(leaves))
+    # A function may pad few rows to a tile, or take another implementation for numbers that aren't a multiple of one, and
+    # keep other arrays then: any other number of rows will do with which it keeps as many.
+    others_long = (as_long(n) for n in (2 * num_rows, num_rows + 1, num_rows - 1) if n > 0)
+    longer = next((x for x in others_long if len(x) == len(leaves)), None)
+    if longer is None:
+        raise ValueError(
+            f"what the function keeps for its backward pass differs for {num_rows} rows from any other number"
+        )
     places = {id(x): ("given", i) for i, x in enumerate(jax.tree.leaves((ints, others)))}
     found = dict(rows=[], small=[])
     for x, long in zip(leaves, longer, strict=True):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mesh import build_mesh, collectives, fold, sharded
 from moex.balance import echo
 from tests.quick import quick_jit
+from tests.train.tiny import equations
 
 E, K = 256, 8
 
@@ -203,3 +205,44 @@ def test_counts_of_large_batches_do_not_overflow():
     counts = np.array([[8_000_000, 100, 100, 100]], np.int32)
     plan = plan_clones(counts[0], 4, slots=1, hot_per_home=2, cap=1.1)
     assert np.asarray(plan.loads(counts[0])).max() < 2_300_000
+
+
+def test_weights_fetched_in_float8_are_the_quantised_ones(devices):
+    """Slots hold what an independent quantiser makes of their experts' weights; gradients come home unrounded."""
+    folded = fold(dict(dp=8), dict(ep=8))
+    ep, rng = folded.expert.ep, np.random.default_rng(0)
+    weights = (rng.normal(size=(16, 128, 256)) * 10.0 ** rng.integers(-3, 3, (16, 1, 1))).astype(np.float32)
+    gradients = rng.integers(-9, 9, (8, 128, 256)).astype(np.float32)
+    slot = np.array([6, 7, 7, -1, 12, 7, -1, 3], np.int32)[:, None]
+
+    def local(weights, gradients):
+        slots_nS = collectives.all_gather(jnp.asarray(slot)[collectives.axis_index(ep)][None], ep, dim=0)
+        fetched, pull = jax.vjp(lambda w: echo.fetch_in_float8(w, slots_nS, 2, ep), weights)
+        return fetched, pull(gradients)[0]
+
+    mesh, spec = build_mesh(folded, devices), P(ep)
+    program = sharded(local, mesh, (spec, spec), (spec, spec))
+    fetched, back = quick_jit(program)(weights, gradients)
+    flat = slot.reshape(-1)
+    for rank, expert in enumerate(flat):
+        want = np.zeros((128, 256)) if expert < 0 else from_float8(weights[expert])
+        np.testing.assert_array_equal(fetched[rank], want, err_msg=f"rank {rank}")
+    want = np.zeros_like(weights)
+    np.add.at(want, flat[flat >= 0], gradients[flat >= 0])
+    np.testing.assert_array_equal(back, want)
+    sent = [
+        str(e.invars[0].aval)
+        for e in equations(jax.make_jaxpr(program)(weights, gradients))
+        if e.primitive.name == "all_to_all"
+    ]
+    assert sum(text.startswith("uint8") for text in sent) == 2, "two hops of codes; beside them scales, and gradients"
+
+
+def from_float8(weights):
+    """Values of 128 x 128 blocks after E4M3 with a power-of-two scale, by ml_dtypes."""
+    found = np.zeros_like(weights)
+    for at in range(0, weights.shape[1], 128):
+        block = weights[:, at : at + 128]
+        scale = 2.0 ** np.ceil(np.log2(np.abs(block).max() / 448.0))
+        found[:, at : at + 128] = (block / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    return found
