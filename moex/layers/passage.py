@@ -128,8 +128,9 @@ def through_experts(
 
     checkpoint: wraps the experts' function, to have their hidden rows computed again in the backward pass.
     """
-    if way.waves > 1:
-        return *_in_waves(experts, x_TD, weights_Tk, copies, fold, way), stash
+    waves = math.gcd(way.waves, x_TD.shape[0])  # fewer where generation has fewer tokens than training
+    if waves > 1:
+        return *_in_waves(experts, x_TD, weights_Tk, copies, fold, way, waves), stash
     plan = _plan(copies.chosen_Tk, copies.number, fold, way)
     with jax.named_scope("dispatch"):
         rows = _rows(x_TD, weights_Tk, plan, fold, way)
@@ -177,7 +178,9 @@ def _with_stash(account: Account, stash: Stash, way: Way) -> Account:
     return Account(account.overflow + over, account.need.at[3].set(need))
 
 
-def _in_waves(experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way) -> tuple[jax.Array, Account]:
+def _in_waves(
+    experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way, waves: int
+) -> tuple[jax.Array, Account]:
     """Some tokens after the others, each part with buffers of its own that hold its worst case.
 
     Of a part only the tokens are kept for the backward pass. An expert's weight gradient is summed part by part: the one
@@ -190,6 +193,6 @@ def _in_waves(experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, wa
         part = copies._replace(chosen_Tk=chosen_Tk, matrices=matrices)
         return through_experts(experts, x_TD, weights_Tk, part, fold, at_once, None, lambda f: f)[:2]
 
-    parts = [x.reshape(way.waves, -1, *x.shape[1:]) for x in (x_TD, weights_Tk, copies.chosen_Tk)]
+    parts = [x.reshape(waves, -1, *x.shape[1:]) for x in (x_TD, weights_Tk, copies.chosen_Tk)]
     _, (y, account) = jax.lax.scan(lambda _, one: (None, wave(*one, copies.matrices)), None, tuple(parts))
     return y.reshape(x_TD.shape), Account(account.overflow.sum(dtype=jnp.int32), account.need.mean(axis=0))
