@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, tuned
 from pallas_kernels.choose import choose
 from pallas_kernels.combine import mosaic_sm90, reference, xla
 from pallas_kernels.combine.config import Tiles
@@ -50,10 +50,17 @@ def implementations() -> dict[str, str]:
     return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
+def best_tiles(rows_RD, row_of_pair_Tk) -> Tiles:
+    """What was measured best for rows of this width and so many choices, or the default."""
+    return Tiles(**tuned.settings("combine", f"{rows_RD.shape[1]} columns, {row_of_pair_Tk.shape[1]} choices"))
+
+
 def run(rows_RD, row_of_pair_Tk, implementation: str, tiles: Tiles | None = None):
     """`combine` without its gradient, by the implementation named; all arguments must vary over the same axes."""
     if implementation == "mosaic":
-        return cast_to(axes_of(rows_RD), mosaic_sm90.combine(rows_RD, row_of_pair_Tk, tiles or Tiles()))
+        return cast_to(
+            axes_of(rows_RD), mosaic_sm90.combine(rows_RD, row_of_pair_Tk, tiles or best_tiles(rows_RD, row_of_pair_Tk))
+        )
     return (xla if implementation == "xla" else reference).combine(rows_RD, row_of_pair_Tk)
 
 

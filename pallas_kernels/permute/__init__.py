@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, tuned
 from pallas_kernels.choose import choose
 from pallas_kernels.permute import mosaic_sm90, reference, xla
 from pallas_kernels.permute.config import Tiles
@@ -80,7 +80,9 @@ def quantize_and_permute(
     def call(x_TD, row_of_pair_Tk, token_of_row_R):
         if taken == "mosaic":
             maps = row_of_pair_Tk, token_of_row_R
-            found = mosaic_sm90.quantize_and_permute(x_TD, *maps, format, tiles or Tiles())
+            found = mosaic_sm90.quantize_and_permute(
+                x_TD, *maps, format, tiles or best_tiles(x_TD, row_of_pair_Tk, in_codes=True)
+            )
             return Quantised(*(cast_to(axes_of(x_TD), a) for a in found))
         run = xla if taken == "xla" else reference
         return run.quantize_and_permute(x_TD, row_of_pair_Tk, token_of_row_R, format)
@@ -93,10 +95,16 @@ def implementations() -> dict[str, str]:
     return {"mosaic": hopper.unavailable(), "xla": "", "reference": ""}
 
 
+def best_tiles(x_TD, row_of_pair_Tk, *, in_codes: bool = False) -> Tiles:
+    """What was measured best for rows of this width and so many choices, or the default."""
+    shape = f"{x_TD.shape[1]} columns, {row_of_pair_Tk.shape[1]} choices{', in codes' if in_codes else ''}"
+    return Tiles(**tuned.settings("permute", shape))
+
+
 def run(x_TD, row_of_pair_Tk, token_of_row_R, implementation: str, tiles: Tiles | None = None):
     """`permute` without its gradient, by the implementation named; all arguments must vary over the same axes."""
     if implementation == "mosaic":
-        rows_RD = mosaic_sm90.permute(x_TD, row_of_pair_Tk, token_of_row_R, tiles or Tiles())
+        rows_RD = mosaic_sm90.permute(x_TD, row_of_pair_Tk, token_of_row_R, tiles or best_tiles(x_TD, row_of_pair_Tk))
         return cast_to(axes_of(x_TD), rows_RD)
     return (xla if implementation == "xla" else reference).permute(x_TD, row_of_pair_Tk, token_of_row_R)
 

@@ -6,7 +6,7 @@ R rows, K columns (the dim that a product sums over), r x c the tile that shares
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, tuned
 from pallas_kernels.choose import choose
 from pallas_kernels.quantize import mosaic_sm90, reference, rounding, xla
 from pallas_kernels.quantize.config import Tiles
@@ -46,7 +46,8 @@ def quantize(
     an infinity, whose codes saturate, or a NaN, which stays NaN. MX: an infinity becomes NaN, a NaN the scale. NVFP4: an
     infinity becomes 6 x 448, a NaN the tile's scale. No tile is touched by what stands in another; "tensor" and the second
     level of NVFP4 have one scale for all by definition. Whoever looks for infinities must look before. Magnitudes below
-    2^-126 may count as zero (XLA's CPU back end does). All implementations give the same bits.
+    2^-126 may count as zero (XLA's CPU back end does). All implementations give the same bits; scales that are no powers of
+    two may differ in the last bit on GPUs, which divide approximately, and codes with them.
 
     Args:
       x: [..., R, K], bfloat16 or float32. A float32 master weight is quantised from itself, not from its bfloat16 image.
@@ -159,5 +160,7 @@ def _checked_bytes(format: Format, shape, key, random_bytes):
 
 def _by_kernel(x, format: Format, wanted: mosaic_sm90.Wanted, tiles: Tiles | None) -> tuple[Quantised, ...]:
     """The kernel's results, typed as varying like x; one for each direction wanted."""
-    found = mosaic_sm90.cast(x, format, wanted, tiles or Tiles())
+    directions = " and ".join(name for name, asked in wanted._asdict().items() if asked)
+    tiles = tiles or Tiles(**tuned.settings("quantize", f"{x.shape[-1]} columns, {directions}"))
+    found = mosaic_sm90.cast(x, format, wanted, tiles)
     return jax.tree.map(lambda a: cast_to(axes_of(x), a), found)

@@ -50,6 +50,20 @@ def test_patterns(name):
     assert np.isfinite(np.asarray(sums, np.float32)).all()
 
 
+def test_experts_around_a_tile():
+    """Experts of 127, 128 and 129 rows whose places start at multiples of 128."""
+    chosen = jnp.asarray(choices("around_128", 128, TOP_K, E))
+    maps = sort_rows(chosen, E, 640)[:2]
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(128, 256)), jnp.bfloat16)
+    rows = jnp.asarray(rng.normal(size=(640, 256)), jnp.bfloat16).at[maps[1] < 0].set(jnp.nan)
+    with interpreted():
+        moved = permute(x, *maps, implementation="mosaic", tiles=Tiles(blocks=4))
+        sums = combine(rows, *maps, implementation="mosaic", tiles=CombineTiles(blocks=4))
+    np.testing.assert_array_equal(bits(moved), bits(permute(x, *maps, implementation="xla")))
+    np.testing.assert_array_equal(bits(sums), bits(combine(rows, *maps, implementation="xla")))
+
+
 def test_float32():
     x, rows, maps = arrays("some_elsewhere", jnp.float32)
     with interpreted():
@@ -72,7 +86,7 @@ def test_every_cut_gives_the_same_bits(tiles):
     same_bits(quantised, quantize_and_permute(x, *maps, implementation="xla"))
 
 
-@pytest.mark.parametrize("columns", [256, 768, 2048, 2816])
+@pytest.mark.parametrize("columns", [256, 2816])
 def test_widths_of_combine(columns):
     _, rows, maps = arrays("some_elsewhere", jnp.bfloat16, num_tokens=9, columns=columns)
     with interpreted():
@@ -83,7 +97,7 @@ def test_widths_of_combine(columns):
         np.testing.assert_array_equal(bits(sums), bits(combine(rows, *maps, implementation="xla")))
 
 
-@pytest.mark.parametrize("columns", [64, 192, 2880])
+@pytest.mark.parametrize("columns", [64, 2880])
 def test_widths_of_permute(columns):
     x, _, maps = arrays("some_elsewhere", jnp.bfloat16, num_tokens=9, columns=columns)
     with interpreted():
@@ -113,7 +127,7 @@ def test_no_program_is_compiled_for_another_pattern():
     x = arrays("even", jnp.bfloat16, num_tokens=9)[0]
     with interpreted():
         run = jax.jit(lambda x, *maps: quantize_and_permute(x, *maps, implementation="mosaic", tiles=Tiles(blocks=2)))
-        for name in ("even", "none_here", "one_row"):
+        for name in ("even", "one_row"):
             maps = arrays(name, jnp.bfloat16, num_tokens=9)[2]
             same_bits(run(x, *maps), quantize_and_permute(x, *maps, implementation="xla"))
         assert run._cache_size() == 1

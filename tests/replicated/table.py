@@ -33,8 +33,9 @@ from moex.models.decoder import embed
 from moex.train.loss import cross_entropy_sum
 from pallas_kernels import grouped_matmul, vma
 from pallas_kernels import scaled_grouped_matmul as scaled
-from tests.replicated import two_devices
+from tests.replicated import quantised, two_devices
 from tests.replicated.check import Case, part
+from tests.replicated.draw import normal, on_each_device, whole
 
 B, S, D, N, H, F, E, K, R, V = 4, 8, 8, 4, 4, 6, 4, 2, 10, 12
 
@@ -42,15 +43,6 @@ SEGMENTS = np.array([[1] * 5 + [2] * 3, [1] * 2 + [2] * 4 + [0] * 2, [1] * 8, [1
 INDEX = np.tile(np.arange(S, dtype=np.int32), (B, 1))
 PLACES = dict(segments=SEGMENTS, positions=INDEX % 3, index=INDEX)
 tokens_of = lambda inputs: Tokens(inputs["segments"], inputs["positions"], inputs["index"])
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def whole(seed, *shape):
-    """Small whole numbers: float32 sums of their products are exact in any order."""
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 def module_case(module, call, inputs, **options):
@@ -159,11 +151,6 @@ MOE_VIEWS["alltoall, clones"] = dict(ep=2)
 SIZES = np.array([[3, 0, 4, 1], [0, 5, 0, 5]], np.int32)  # rows of each expert on each device; two rows past the last
 
 
-def on_each_device(function, inputs):
-    """One device holds the blocks of both, so that an expert's rows are sorted within each block."""
-    return jnp.stack([function({name: x[i] for name, x in inputs.items()}) for i in range(len(inputs["sizes"]))])
-
-
 def experts():
     for name, reason in grouped_matmul.implementations().items():
         if reason:
@@ -173,6 +160,8 @@ def experts():
         inputs = dict(x=whole(0, 2, R, D), sizes=SIZES)
         yield f"grouped matmul by {name}", Case(call, whole(1, E, D, F), inputs, exact=True)
     yield from hopper_matmuls()
+    yield from quantised.row_moves()
+    yield from quantised.products()
     call = lambda module, inputs, fold: on_each_device(lambda i: module(i["x"], i["weights"], i["sizes"]), inputs)
     inputs = dict(x=normal(0, 2, R, D), weights=normal(1, 2, R), sizes=SIZES)
     yield "experts", module_case(Experts(D, F, E), call, inputs)
