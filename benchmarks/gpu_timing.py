@@ -2,9 +2,11 @@
 
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class Clock:
@@ -37,11 +39,20 @@ class Clock:
         return max(self._median(calls) - self._alone_s, 1e-9)
 
 
-def ceilings(clock: Clock, *, tiny: bool) -> dict[str, float]:
-    """What this device reaches at all: a large bfloat16 product in FLOP/s, and copying in bytes/s (read and written)."""
+def ceilings(clock: Clock, *, tiny: bool) -> dict[str, Any]:
+    """What this device reaches at all: large products in bfloat16 and e4m3, and copying in bytes/s (read and written).
+
+    e4m3_by_cublaslt: whether XLA handed the FP8 product to cuBLASLt or made a kernel of its own, which may not be in FP8.
+    """
     side, numbers = (128, 1 << 12) if tiny else (8192, 1 << 30)
-    a = jnp.ones((side, side), jnp.bfloat16)
-    product_s = clock.seconds(jax.jit(lambda a, b: a @ b), [(a, a), (a, a + 1)])
-    x = jnp.zeros((numbers,), jnp.bfloat16)
-    copy_s = clock.seconds(jax.jit(lambda x: -x), [(x,)])
-    return dict(bf16_flops=2 * side**3 / product_s, copy_bytes_per_s=2 * x.nbytes / copy_s)
+    flops, bf16 = 2 * side**3, jnp.bfloat16
+    a = jnp.ones((side, side), bf16)
+    product = jax.jit(lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=bf16))
+    codes = a.astype(jnp.float8_e4m3fn)
+    x = jnp.zeros((numbers,), bf16)
+    return dict(
+        bf16_flops=flops / clock.seconds(product, [(a, a), (a, -a)]),
+        e4m3_flops=flops / clock.seconds(product, [(codes, codes), (codes, -codes)]),
+        e4m3_by_cublaslt="$f8" in product.lower(codes, codes).compile().as_text(),
+        copy_bytes_per_s=2 * x.nbytes / clock.seconds(jax.jit(lambda x: -x), [(x,)]),
+    )

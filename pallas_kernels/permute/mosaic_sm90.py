@@ -164,7 +164,7 @@ def permute(x_TD, row_of_pair_Tk, token_of_row_R, tiles: Tiles):
 
         _walk(cut, fetch, body)
 
-    whole = -(-lines * width // 128) * 128 // width
+    whole = -(-lines * width // 1024) * 1024 // width  # a warpgroup clears eight values a thread at a time
     rows = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_rows * lines, width), x_TD.dtype),

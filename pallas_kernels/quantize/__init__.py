@@ -46,7 +46,8 @@ def quantize(
     an infinity, whose codes saturate, or a NaN, which stays NaN. MX: an infinity becomes NaN, a NaN the scale. NVFP4: an
     infinity becomes 6 x 448, a NaN the tile's scale. No tile is touched by what stands in another; "tensor" and the second
     level of NVFP4 have one scale for all by definition. Whoever looks for infinities must look before. Magnitudes below
-    2^-126 may count as zero (XLA's CPU back end does). All implementations give the same bits.
+    2^-126 may count as zero (XLA's CPU back end does). All implementations give the same bits; scales that are no powers of
+    two may differ in the last bit on GPUs, which divide approximately, and codes with them.
 
     Args:
       x: [..., R, K], bfloat16 or float32. A float32 master weight is quantised from itself, not from its bfloat16 image.

@@ -50,6 +50,20 @@ def test_patterns(name):
     assert np.isfinite(np.asarray(sums, np.float32)).all()
 
 
+def test_experts_around_a_tile():
+    """Experts of 127, 128 and 129 rows whose places start at multiples of 128."""
+    chosen = jnp.asarray(choices("around_128", 128, TOP_K, E))
+    maps = sort_rows(chosen, E, 640)[:2]
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(128, 256)), jnp.bfloat16)
+    rows = jnp.asarray(rng.normal(size=(640, 256)), jnp.bfloat16).at[maps[1] < 0].set(jnp.nan)
+    with interpreted():
+        moved = permute(x, *maps, implementation="mosaic", tiles=Tiles(blocks=4))
+        sums = combine(rows, *maps, implementation="mosaic", tiles=CombineTiles(blocks=4))
+    np.testing.assert_array_equal(bits(moved), bits(permute(x, *maps, implementation="xla")))
+    np.testing.assert_array_equal(bits(sums), bits(combine(rows, *maps, implementation="xla")))
+
+
 def test_float32():
     x, rows, maps = arrays("some_elsewhere", jnp.float32)
     with interpreted():

@@ -4,9 +4,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import sass
+from pallas_kernels.case import find
 from pallas_kernels.combine import Tiles as CombineTiles
 from pallas_kernels.permute import Tiles as PermuteTiles
 
@@ -22,8 +25,19 @@ CASES = [  # op, case, thread blocks that its default grid puts on one multiproc
     ("permute", "quantize_and_permute e4m3 8192x7168 k8", PermuteTiles().blocks // MULTIPROCESSORS),
     ("permute", "quantize_and_permute e4m3 8192x2048 k8", PermuteTiles().blocks // MULTIPROCESSORS),
     ("permute", "permute bf16 8192x7168 k8", PermuteTiles().blocks // MULTIPROCESSORS),
+    ("permute", "permute bf16 8192x2880 k4", PermuteTiles().blocks // MULTIPROCESSORS),
     ("combine", "combine bf16 8192x7168 k8", CombineTiles().blocks // MULTIPROCESSORS),
 ]
+
+
+@pytest.mark.parametrize(("op", "name"), [case[:2] for case in CASES], ids=[name for _, name, _ in CASES])
+def test_lowers_for_an_h100(op, name):
+    """Layouts, transfers and shared memory as Pallas of this JAX checks them; no compiler of NVIDIA's is needed."""
+    case = find(f"pallas_kernels.{op}.specs", name)
+    h100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=MULTIPROCESSORS, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=h100)):
+        lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.needs_aot
