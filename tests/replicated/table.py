@@ -4,7 +4,6 @@ Two devices; B rows, S tokens of a row, D model width, N heads, H head width, E 
 expert-sorted buffer, V vocabulary.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -33,8 +32,7 @@ from moex.memory.stash import sink
 from moex.models.decoder import embed
 from moex.train.loss import cross_entropy_sum
 from pallas_kernels import grouped_matmul, vma
-from pallas_kernels import scaled_grouped_matmul as scaled
-from tests.replicated import quantised, two_devices
+from tests.replicated import matmuls, quantised
 from tests.replicated.check import Case, part
 from tests.replicated.draw import normal, on_each_device, whole
 
@@ -160,7 +158,9 @@ def experts():
         call = lambda fold, w, inputs, product=product: on_each_device(lambda i: product(i["x"], w, i["sizes"]), inputs)
         inputs = dict(x=whole(0, 2, R, D), sizes=SIZES)
         yield f"grouped matmul by {name}", Case(call, whole(1, E, D, F), inputs, exact=True)
-    yield from hopper_matmuls()
+    yield from matmuls.by_hopper()
+    yield from matmuls.of_float8()
+    yield from matmuls.experts_of_float8()
     yield from quantised.row_moves()
     yield from quantised.products()
     call = lambda module, inputs, fold: on_each_device(lambda i: module(i["x"], i["weights"], i["sizes"]), inputs)
@@ -181,54 +181,6 @@ def experts():
                 communicates=True,
             ),
         )
-
-
-def hopper_matmuls():
-    """The kernels, interpreted. Whole numbers up to three are exact in every format, and so are their short sums."""
-    width = 128
-    sizes = np.array([[3, 0, 4, 1], [0, 5, 0, 5]], np.int32)
-    inputs, weights = dict(x=whole(0, 2, R, width), sizes=sizes), whole(1, E, width, width)
-    config = grouped_matmul.HopperConfig(columns=128, stages=2, num_sms=1)
-
-    def bfloat16(fold, w, inputs):
-        options = dict(implementation="mosaic", config=config, preferred_element_type=jnp.float32)
-        one = lambda i: grouped_matmul.grouped_matmul(
-            i["x"].astype(jnp.bfloat16), w.astype(jnp.bfloat16), i["sizes"], **options
-        )
-        return on_each_device(one, inputs)
-
-    yield "grouped matmul by mosaic", Case(bfloat16, weights, inputs, exact=True, within=two_devices.interpreted)
-    for name in ("mosaic", "xla", "reference"):
-        product = float8_product(name)
-        call = lambda fold, w, inputs, product=product: on_each_device(lambda i: product(i["x"], w, i["sizes"]), inputs)
-        within = two_devices.interpreted if name == "mosaic" else contextlib.nullcontext
-        yield f"scaled grouped matmul by {name}", Case(call, weights, inputs, exact=True, within=within)
-
-
-def float8_product(name):
-    """A layer's rule on the block-scaled product: float32 rows and weights, quantised with scales of one."""
-    code = lambda x: x.astype(jnp.float8_e4m3fn)
-    ones = lambda *shape: jnp.ones(shape, jnp.float32)
-    small = dict(implementation=name, config=scaled.Config(columns=128, stages=2, num_sms=1), out_dtype=jnp.float32)
-
-    @jax.custom_vjp
-    def product(x, w, sizes):
-        codes = code(w).swapaxes(1, 2)
-        return scaled.scaled_grouped_matmul(code(x), ones(len(x), 1), codes, ones(E, 1, 1), sizes, **small)
-
-    def backward(kept, g):
-        x, w, sizes = kept
-        weights = scaled.transposed(code(w).swapaxes(1, 2), ones(E, 1, 1))
-        dx = scaled.dgrad(code(g), ones(len(g), 1), *weights, sizes, **small)
-        rows = lambda x: code(jnp.pad(x, ((0, 128 - len(x)), (0, 0)))).T
-        scales = ones(x.shape[1], 1)
-        config = scaled.GradConfig(stages=2, num_sms=1)
-        total = jnp.zeros(w.swapaxes(1, 2).shape, jnp.float32)
-        dw = scaled.wgrad(rows(g), scales, rows(x), scales, sizes, total=total, implementation=name, config=config)
-        return unvary(dx, x), unvary(dw.swapaxes(1, 2), w), None
-
-    product.defvjp(lambda x, w, sizes: (product(x, w, sizes), (x, w, sizes)), backward)
-    return product
 
 
 def moved(transport, fold, weights, inputs):
