@@ -37,7 +37,7 @@ def configuration(memory: MemoryConfig, num_layers: int) -> RunConfig:
             attention=AttentionConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True),
             router=RouterConfig(num_experts=128, top_k=TOP_K),
         ),
-        parallel=ParallelConfig(ep=8, zero=3, transport="alltoall", cell_factor=1.25, spill_factor=0.35, row_factor=ROWS),
+        parallel=ParallelConfig(ep=8, zero=3, transport="alltoall", cell_factor=1.0, spill_factor=0.35, row_factor=ROWS),
         train=TrainConfig(batch_size=8, seq_len=TOKENS),
         memory=memory,
     )  # fmt: skip

@@ -258,6 +258,9 @@ class PrecisionConfig:
 
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of activations and weights in attention, MLP and experts."""
+    experts: Literal["compute", "fp8_block"] = "compute"
+    """Of experts' products, forward and both gradients: the compute dtype; or E4M3 with a power-of-two scale for 1 x 128 of
+    activations and gradients and 128 x 128 of weights, sums in float32 (DeepSeek-V3)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,7 @@ def collect() -> dict[str, Any]:
         transports={name: unavailable(name, backend) for name in TRANSPORTS},
         kernels=kernels(),
         compute_dtypes=_choices(PrecisionConfig, "compute_dtype"),
+        expert_precisions=_choices(PrecisionConfig, "experts"),
         recompute=list(MODULES),
         stash=["experts"],
         optimizers=_choices(OptimizerConfig, "name"),
@@ -130,7 +131,7 @@ def text(facts: Mapping[str, Any]) -> str:
     for op, implementations in f["kernels"].items():
         lines += _with_reasons(op, implementations)
     lines += [
-        ("compute", ", ".join(f["compute_dtypes"])),
+        ("compute", f"{', '.join(f['compute_dtypes'])}; experts {', '.join(f['expert_precisions'])}"),
         ("recompute", ", ".join(f["recompute"])),
         ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),

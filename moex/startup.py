@@ -13,7 +13,7 @@ import jax
 
 from mesh.topology import peak_flops
 from moex.cli import dump, load
-from moex.config import MemoryConfig, ParallelConfig, RouterConfig, RunConfig
+from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterConfig, RunConfig
 from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
@@ -88,7 +88,7 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("model", f"{layers}; {d['parameters'] / 1e6:,.2f}M parameters, {d['active_parameters'] / 1e6:,.2f}M a token"),
         ("router", routing_rules(router)),
         ("balance", balance_rules(router)),
-        ("compute", f"{config.precision.compute_dtype}; {memory_rules(config.memory)}"),
+        ("compute", f"{precision_rules(config.precision)}; {memory_rules(config.memory)}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}"),
         ("transport", transport_rules(config.parallel)),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device (float32 parameters and optimizer)"),
@@ -163,6 +163,11 @@ def transport_rules(parallel: ParallelConfig) -> str:
     when = dict(always="", retry=" in retries", report=" REPORTED only")[parallel.echo]
     clones = f"; clones of hot experts{when}: {parallel.echo_slots} a device, above x {parallel.echo_cap:g}"
     return f"{parallel.transport}; {sizes}{clones if parallel.echo_slots else ''}"
+
+
+def precision_rules(precision: PrecisionConfig) -> str:
+    """What products are computed in."""
+    return precision.compute_dtype + (f", experts {precision.experts}" if precision.experts != "compute" else "")
 
 
 def memory_rules(memory: MemoryConfig) -> str:

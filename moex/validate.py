@@ -63,6 +63,13 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
         _divides("model.expert_width", model.expert_width, "etp", size("etp")),
         _divides("model.shared_width", model.shared_width, "tp", size("tp")),
     ]
+    if config.precision.experts == "fp8_block" and model.num_moe_layers:
+        widths = model.d_model, model.expert_width // size("etp")
+        if any(width % 128 for width in widths):
+            problems.append(
+                f"precision.experts=fp8_block has blocks of 128: d_model={widths[0]} and expert_width / etp={widths[1]} "
+                "must be multiples of 128; set it to compute"
+            )
     waves, tokens = config.parallel.waves, train.batch_size // train.accumulation // size("dp") * train.seq_len
     if waves > 1:
         here = tokens // (size("cp") * size("tp"))
@@ -262,6 +269,8 @@ def _memory_problems(config: RunConfig) -> list[str]:
         problems.append("memory.recompute: `mlp` has no effect without dense layers")
     if modules & {"moe", "experts"} and not model.num_moe_layers:
         problems.append("memory.recompute: `moe` and `experts` have no effect without MoE layers")
+    if config.precision.experts != "compute" and not model.num_moe_layers:
+        problems.append(f"precision.experts={config.precision.experts} has no effect without MoE layers")
     if memory.stash and not model.num_moe_layers:
         problems.append("memory.stash has no effect without MoE layers")
     if set(memory.stash) & modules:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moex.layers.param import declare
+from moex.precision.experts import fp8_expert_mlp
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -37,7 +38,8 @@ def _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD):
 class Experts(nnx.Module):
     """Owns the weights of E experts, split over ep, each expert's width over etp."""
 
-    def __init__(self, d_model: int, width: int, num_experts: int):
+    def __init__(self, d_model: int, width: int, num_experts: int, precision: str = "compute"):
+        self.precision = precision
         self.gate_up = declare(num_experts, d_model, 2, width, axes=("ep", None, None, "etp"), slices=1)
         self.down = declare(num_experts, width, d_model, axes=("ep", "etp", None), slices=1, init="output")
 
@@ -48,4 +50,12 @@ class Experts(nnx.Module):
 
     def __call__(self, rows_RD, weights_R, sizes_e, matrices=None):
         """See `expert_mlp`.  matrices: other experts' in place of its own."""
-        return expert_mlp(rows_RD, weights_R, sizes_e, *(matrices or self.matrices()))
+        matrices = matrices or self.matrices()
+        if self.precision == "fp8_block":
+            return fp8_expert_mlp(rows_RD, weights_R, sizes_e, *matrices, aligned=True)
+        return expert_mlp(rows_RD, weights_R, sizes_e, *matrices)
+
+    @property
+    def align(self) -> int:
+        """What an expert's first row must be a multiple of."""
+        return 128 if self.precision == "fp8_block" else 1

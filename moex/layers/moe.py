@@ -12,7 +12,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex import balance
-from moex.config import MemoryConfig, ModelConfig, ParallelConfig, RouterConfig
+from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConfig, RouterConfig
 from moex.layers import passage
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
@@ -76,11 +76,12 @@ class MoE(nnx.Module):
         config: ModelConfig,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
+        precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
         self.router_config, self.parallel, self.memory = config.router, parallel, memory
         self.num_layers = config.num_moe_layers
         self.router = Router(config.d_model, config.router)
-        self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts)
+        self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts, precision.experts)
         if config.shared_width:
             self.shared = MLP(config.d_model, config.shared_width)
 
@@ -150,7 +151,7 @@ class MoE(nnx.Module):
 
     def _way(self, shape_BSD, fold: Fold, *, dropping: bool) -> passage.Way:
         router = self.router_config
-        way = passage.Way(self.parallel, router.top_k)
+        way = passage.Way(self.parallel, router.top_k, align=self.experts.align)
         if dropping:
             way = way._replace(capacity=self._capacity(shape_BSD, fold), pad=router.pad_to_capacity)
         if "experts" not in self.memory.stash:

@@ -25,16 +25,17 @@ from moex.memory.stash import Stash
 
 
 class Way(NamedTuple):
-    """What is static of it.  parallel: transport, buffers, waves, clones.  capacity: most rows that an expert gets from this
-    data-parallel rank's rows of a batch, 0 for no limit; pad: it gets exactly that many.  top_k: experts a token.
-    stash_rows: that all layers' experts may keep together, 0 without a stash; balanced_rows: what they use when routing is
-    balanced.
+    """What is static of it.  parallel: transport, buffers, waves, clones.  top_k: experts a token.  capacity: most rows that
+    an expert gets from this data-parallel rank's rows of a batch, 0 for no limit; pad: it gets exactly that many.  align: of
+    experts' first rows.  stash_rows: that all layers' experts may keep together, 0 without a stash; balanced_rows: what
+    they use when routing is balanced.
     """
 
     parallel: ParallelConfig
     top_k: int
     capacity: int = 0
     pad: bool = False
+    align: int = 1
     stash_rows: int = 0
     balanced_rows: int = 0
 
@@ -47,7 +48,7 @@ class Way(NamedTuple):
         """What `dispatch.plan` and `dispatch.sizes` take beside the choices."""
         p = self.parallel
         factors = dict(cell_factor=p.cell_factor, spill_factor=p.spill_factor, row_factor=p.row_factor)
-        return factors | dict(capacity=self.capacity, pad=self.pad)
+        return factors | dict(capacity=self.capacity, pad=self.pad, align=self.align)
 
 
 class Copies(NamedTuple):

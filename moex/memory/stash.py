@@ -76,8 +76,8 @@ def stashed(function: Callable, capacity: int) -> Callable:
 
     Args:
       function: `rows` is a tuple of float arrays [R, ...]; `others` are float arrays with gradients of their own, `ints`
-        arrays without. What depends on no row past the first `used` may be undefined there; rows past them come back as
-        zeros in the backward pass.
+        arrays without. Its gradients, but for those of rows past the first `used`, may depend on no such row, as those of
+        `grouped_matmul` don't: the backward pass finds other layers' rows there, and gives anything back for them.
       capacity: C. When `stash.at` ends above it, rows were overwritten: the gradients are wrong, and their user must
         see to it that they are not applied.
     """
@@ -91,15 +91,15 @@ def stashed(function: Callable, capacity: int) -> Callable:
         pool, form = dict(stash.pool), kept.form
         for key, first, x in zip(form.keys, form.starts(capacity), kept.rows, strict=True):
             pool[key] = lax.dynamic_update_slice_in_dim(pool[key], x, stash.at + first, axis=0)
-        return (out, Stash(pool, stash.at + used)), (stash.at, used, kept.small, ints, others, form)
+        return (out, Stash(pool, stash.at + used)), (stash.at, kept.small, ints, others, form)
 
     def backward(kept, cotangents):
-        at, used, small, ints, others, form = kept
+        at, small, ints, others, form = kept
         g, stash = cotangents
-        in_use, rows = jnp.arange(form.num_rows) < used, []
-        for key, first in zip(form.keys, form.starts(capacity), strict=True):
-            x = lax.dynamic_slice_in_dim(stash.pool[key], at + first, form.num_rows, axis=0)
-            rows.append(jnp.where(in_use.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype)))
+        rows = [
+            lax.dynamic_slice_in_dim(stash.pool[key], at + first, form.num_rows, axis=0)
+            for key, first in zip(form.keys, form.starts(capacity), strict=True)
+        ]
         found = dict(rows=rows, small=small, given=jax.tree.leaves((ints, others)))
         pull = jax.tree.unflatten(form.tree, [found[kind][i] for kind, i in form.places])
         return (stash, None, None, *pull(g))

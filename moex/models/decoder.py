@@ -13,7 +13,7 @@ from jax import lax
 
 from mesh import collectives
 from mesh.fold import Fold
-from moex.config import MemoryConfig, ModelConfig, ParallelConfig
+from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
@@ -35,7 +35,15 @@ def as_they_are(_: str, params: Mapping) -> Mapping:
 class Layer(nnx.Module):
     """One pre-norm layer: attention, then a dense MLP or experts."""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig, *, sparse: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelConfig,
+        memory: MemoryConfig,
+        precision: PrecisionConfig,
+        *,
+        sparse: bool,
+    ):
         kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
         self.sparse, self.recompute = sparse, memory.recompute
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -44,7 +52,7 @@ class Layer(nnx.Module):
         )
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if sparse:
-            self.moe = MoE(config, parallel, memory)
+            self.moe = MoE(config, parallel, memory, precision)
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
 
@@ -91,9 +99,10 @@ class Decoder:
         config: ModelConfig,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
+        precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
         self.config, self.memory = config, memory
-        layer = lambda sparse: Layer(config, parallel, memory, sparse=sparse)
+        layer = lambda sparse: Layer(config, parallel, memory, precision, sparse=sparse)
         stacks = dict(dense_layers=(config.num_dense_layers, False), moe_layers=(config.num_moe_layers, True))
         self._graphs = {name: nnx.graphdef(layer(sparse)) for name, (count, sparse) in stacks.items() if count}
         self.declarations = dict(ends=declarations(Ends(config))) | {

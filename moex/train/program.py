@@ -44,7 +44,7 @@ def build(
     replay: the training step takes recorded choices of experts with its batches.
     """
     mesh = mesh if mesh is not None else build_mesh(fold, jax.devices() if devices is None else devices)
-    decoder = Decoder(config.model, config.parallel, config.memory)
+    decoder = Decoder(config.model, config.parallel, config.memory, config.precision)
     tx = optimizer(config.optimizer, decoder.declarations)
     state = abstract_state(config, decoder, tx, fold, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -32,7 +32,7 @@ from moex.memory.stash import sink
 from moex.models.decoder import embed
 from moex.train.loss import cross_entropy_sum
 from pallas_kernels import grouped_matmul, vma
-from tests.replicated import matmuls, quantised
+from tests.replicated import matmuls, precision, quantised
 from tests.replicated.check import Case, part
 from tests.replicated.draw import normal, on_each_device, whole
 
@@ -333,5 +333,7 @@ def kernels():
 
 
 CASES: dict[str, Case] = dict(
-    case for cases in (attentions, dense_layers, ends, experts, routers, collective_cases, kernels) for case in cases()
+    case
+    for cases in (attentions, dense_layers, ends, experts, routers, collective_cases, kernels, precision.cases)
+    for case in cases()
 )

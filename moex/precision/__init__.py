@@ -1,0 +1,1 @@
+"""Number formats of training: which products run in fewer bits, and their gradients."""
