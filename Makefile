@@ -40,7 +40,7 @@ train:
 
 test:
 	@scripts/setup_env.sh "$(VENV)" dev,hf
-	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile) $(ARGS)
+	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 lint:
 	@scripts/setup_env.sh "$(VENV)" dev,hf

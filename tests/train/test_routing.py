@@ -10,9 +10,9 @@ import pytest
 from mesh import ALONE
 from moex.balance import centred, update_bias
 from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig
+from moex.layers import passage, router
 from moex.layers.moe import Steering
 from moex.layers.tokens import Tokens
-from moex.memory import recompute
 from moex.train.placing import place_batch
 from moex.train.program import build
 from moex.validate import resolve_fold
@@ -214,7 +214,8 @@ def test_recorded_choices_in_the_texts_order_can_be_placed(harness):
 def test_the_backward_pass_does_not_choose_again(harness, monkeypatch, module):
     """The step with recompute holds one top-k less than where choices are not kept."""
     kept = _num_top_k(harness, module)
-    monkeypatch.setattr(recompute, "KEPT", "nothing of this name")
+    for place in (router, passage):
+        monkeypatch.setattr(place, "kept", lambda numbers: numbers)
     assert kept == _num_top_k(harness, module) - 1
 
 
