@@ -212,6 +212,19 @@ def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
     np.testing.assert_allclose(stats.z_loss, want_stats.z_loss, rtol=1e-6)
 
 
+def test_clones_change_no_result_and_gradients_by_sums_of_weights_only(devices):
+    """Beside the same mesh without clones: every output bit, and gradients within 1e-6 of their largest."""
+    config, values, x, bias, cotangent = given("sigmoid with groups, bias and shared expert")
+    loss = lambda parallel, values, x, real, cotangent, folded: weighed(
+        config, parallel, values, x, bias, real, cotangent, folded
+    )
+    run = lambda split: on_split(split, config, loss, (values, x, REAL, cotangent), devices)
+    (y, stats, grads), (want_y, _, want_grads) = run("clones, alltoall ep8"), run("alltoall ep8")
+    assert stats.clones > 0
+    np.testing.assert_array_equal(y, want_y)
+    jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), grads, want_grads)
+
+
 SEGMENTS = np.where(REAL, 1 + np.arange(S)[None] // 5, 0).astype(np.int32)
 ORDER = np.stack([np.random.default_rng(b).permutation(S) for b in range(B)]).astype(np.int32)
 
