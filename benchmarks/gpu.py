@@ -31,8 +31,8 @@ TRAINING = {  # about 1.9 B parameters, 0.5 B a token
         "--memory.recompute layer --observe.eval_rows 8 --observe.sample_tokens 0"
     ),
     True: (
-        "--model.num_layers 1 --train.steps 2 --train.seq_len 32 --train.batch_size 2 --optimizer.warmup_steps 1 "
-        "--observe.eval_rows 2 --observe.sample_tokens 0"
+        "--model.num_layers 1 --model.expert_width 128 --train.steps 2 --train.seq_len 32 --train.batch_size 2 "
+        "--optimizer.warmup_steps 1 --observe.eval_rows 2 --observe.sample_tokens 0"
     ),
 }
 
