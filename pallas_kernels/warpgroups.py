@@ -25,6 +25,23 @@ STAGED_BYTES = 256
 _COPY_REGISTERS, _MULTIPLY_REGISTERS = 40, 232  # of a thread; 128 (40 + 2 * 232) of a multiprocessor's 65,536 are used
 
 
+def check(config, *cuts: str) -> None:
+    """Raises ValueError where a kernel's settings aren't positive or need more shared memory than a block has.
+
+    cuts: the settings that `config.shared_bytes` follows from.
+    """
+    kind = type(config).__name__
+    for name in ("stages", "width", "num_sms"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{kind}.{name}={getattr(config, name)} must be at least 1")
+    if config.shared_bytes > SHARED_BYTES:
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in cuts)
+        raise ValueError(
+            f"{kind}({given}) needs {config.shared_bytes} bytes of shared memory, a Hopper block has {SHARED_BYTES}: take "
+            "fewer stages"
+        )
+
+
 def me():
     """This warpgroup's number."""
     return lax.axis_index("wg")

@@ -45,7 +45,7 @@ def counted(run: Path, first_step: int) -> np.ndarray:
     return np.array(found, np.int32)
 
 
-def simulated(a: argparse.Namespace, ep: int, cell_factor: float) -> tuple[Simulated, bool]:
+def simulated(a: argparse.Namespace, ep: int) -> tuple[Simulated, bool]:
     """Of one number of ranks; and whether sources are known, which cells and spill depend on."""
     if ep < 1:
         raise ValueError(f"--ep {ep} must be at least 1")
@@ -55,7 +55,7 @@ def simulated(a: argparse.Namespace, ep: int, cell_factor: float) -> tuple[Simul
         counts_DE = counted(a.run, a.first_step)
         draws = np.concatenate([counts_DE[:, None], np.zeros((len(counts_DE), ep - 1, counts_DE.shape[1]))], axis=1)
     cloning = Cloning(slots=a.slots, hot_per_home=a.hot, cap=a.cap)
-    return simulate(draws, cell_factor, cloning), known
+    return simulate(draws, a.cell, cloning), known
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--slots {a.slots} and --hot {a.hot} must be at least 1, --cap {a.cap} at least 1")
         if min(a.cell, a.spill, a.rows) < 0 or a.tokens_per_rank < 0:
             raise ValueError("--cell, --spill, --rows and --tokens-per-rank must not be negative")
-        found = {ep: simulated(a, ep, a.cell) for ep in a.ep}
+        found = {ep: simulated(a, ep) for ep in a.ep}
     except ValueError as error:
         return fail(error)
     results = {ep: result for ep, (result, _) in found.items()}

@@ -68,8 +68,7 @@ def compile_step(
         (folder / "target").write_text(target)
         environment = os.environ | dict(PYTHONPATH=str(_ROOT), JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="0")
         environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step.*"
-        command = [sys.executable if python is None else str(python), "-m", "moex.plan.compiled", name, str(num_gpus)]
-        command += [str(gpus_per_host)]
+        command = [str(python), "-m", "moex.plan.compiled", name, str(num_gpus), str(gpus_per_host)]
         try:
             done = subprocess.run(
                 command, env=environment, cwd=name, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.warpgroups import SHARED_BYTES, STAGED_BYTES
+from pallas_kernels.warpgroups import STAGED_BYTES, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,7 @@ class HopperConfig:
     def __post_init__(self):
         if self.columns not in (128, 256):
             raise ValueError(f"HopperConfig.columns={self.columns} must be 128 or 256")
-        for name in ("stages", "width", "num_sms"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"HopperConfig.{name}={getattr(self, name)} must be at least 1")
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(
-                f"HopperConfig(columns={self.columns}, stages={self.stages}) needs {self.shared_bytes} bytes of shared "
-                f"memory, a Hopper block has {SHARED_BYTES}: take fewer stages"
-            )
+        check(self, "columns", "stages")
 
     @property
     def shared_bytes(self) -> int:

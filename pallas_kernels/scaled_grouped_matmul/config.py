@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.warpgroups import SHARED_BYTES, STAGED_BYTES
+from pallas_kernels.warpgroups import STAGED_BYTES, check
 
 BLOCK = 128
 """Numbers that share a scale, along the summed dim; also the sum that tensor cores make before it is added in float32."""
@@ -29,14 +29,7 @@ class Config:
     def __post_init__(self):
         if self.columns not in (128, 256):
             raise ValueError(f"Config.columns={self.columns} must be 128 or 256")
-        for name in ("stages", "width", "num_sms"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config.{name}={getattr(self, name)} must be at least 1")
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(
-                f"Config(columns={self.columns}, stages={self.stages}) needs {self.shared_bytes} bytes of shared memory, "
-                f"a Hopper block has {SHARED_BYTES}: take fewer stages"
-            )
+        check(self, "columns", "stages")
 
     @property
     def shared_bytes(self) -> int:
@@ -59,14 +52,7 @@ class GradConfig:
     num_sms: int = 132
 
     def __post_init__(self):
-        for name in ("stages", "width", "num_sms"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GradConfig.{name}={getattr(self, name)} must be at least 1")
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(
-                f"GradConfig(stages={self.stages}) needs {self.shared_bytes} bytes of shared memory, "
-                f"a Hopper block has {SHARED_BYTES}: take fewer stages"
-            )
+        check(self, "stages")
 
     @property
     def shared_bytes(self) -> int:
