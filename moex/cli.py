@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str]) -> Command:
     """Reads the command line.  Raises ConfigError; a wrong flag or value exits with 2 through tyro, with a suggestion."""
     rest = list(arguments)
     print_config = "--print-config" in rest
-    rest = [a for a in rest if a != "--print-config"]
+    rest = [_recipe_flag(a) for a in rest if a != "--print-config"]
     preset = rest.pop(0) if rest and not rest[0].startswith("-") else None
     saved = None
     for i, argument in enumerate(rest):
@@ -42,6 +42,12 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"give a preset ({preset}) or --config {saved}, not both")
     base = load(saved) if saved is not None else _preset(preset or "tiny")
     return Command(_tyro(rest, base), print_config)
+
+
+def _recipe_flag(argument: str) -> str:
+    """--precision NAME is short for --precision.recipe NAME."""
+    name, equals, value = argument.partition("=")
+    return f"--precision.recipe{equals}{value}" if name == "--precision" else argument
 
 
 def _preset(name: str) -> RunConfig:

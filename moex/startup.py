@@ -17,6 +17,7 @@ from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterCon
 from moex.data import Batches, Corpus, check_tokens, stdlib_corpus, unigram_entropy
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
+from moex.precision.recipes import KINDS
 from moex.train.program import Program
 from moex.validate import ConfigError
 
@@ -167,7 +168,14 @@ def transport_rules(parallel: ParallelConfig) -> str:
 
 def precision_rules(precision: PrecisionConfig) -> str:
     """What products are computed in."""
-    return precision.compute_dtype + (f", experts {precision.experts}" if precision.experts != "compute" else "")
+    rules, named = [precision.compute_dtype], {kind: getattr(precision, kind) for kind in KINDS}
+    chosen = {kind: precision.recipe if name == "recipe" else name for kind, name in named.items()}
+    rules += [f"{kind} {name}" for kind, name in chosen.items() if name != "compute"]
+    if precision.wire != "compute":
+        rules.append("rows travel in FP8" + (", their results' gradients too" if precision.wire == "both" else ""))
+    if precision.gather == "codes":
+        rules.append("weights gathered in codes")
+    return ", ".join(rules)
 
 
 def memory_rules(memory: MemoryConfig) -> str:

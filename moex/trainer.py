@@ -48,7 +48,7 @@ def run(config: RunConfig, start: Start) -> int:
     if jax.process_index() == 0:  # before the mesh: when that doesn't fit the devices, here they are
         _print_table(describe(start))
     fold = resolve_fold(config.parallel, jax.device_count())
-    check_on(config, fold, jax.default_backend())
+    check_on(config, fold, jax.default_backend(), jax.devices()[0].device_kind)
     data, folder = startup.load_data(config), Path(config.run_folder)
     startup.check_existing(folder, config, data)
     programs = [build(rung, fold) for rung in ladder(config)]

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+Recipe = Literal["compute", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -10,9 +12,26 @@ class PrecisionConfig:
 
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of activations and weights in attention, MLP and experts."""
-    experts: Literal["compute", "fp8_block"] = "compute"
-    """Of experts' products, forward and both gradients: the compute dtype; or E4M3 with a power-of-two scale for 1 x 128 of
-    activations and gradients and 128 x 128 of weights, sums in float32 (DeepSeek-V3)."""
+    recipe: Recipe = "compute"
+    """Of the products of attention's projections, MLPs and experts, forward and both gradients. fp8_block: E4M3 with a
+    power-of-two scale for 1 x 128 of activations and gradients and 128 x 128 of weights (DeepSeek-V3). fp8_tensor: one scale
+    an array, gradients in E5M2. mxfp8: a scale for 32. nvfp4: 4-bit, a scale for 16 and one above it."""
+    attention: Recipe | Literal["recipe"] = "recipe"
+    """Of attention's projections, where they differ from `recipe`."""
+    mlp: Recipe | Literal["recipe"] = "recipe"
+    """Of the MLPs of dense layers, where they differ from `recipe`."""
+    shared: Recipe | Literal["recipe"] = "recipe"
+    """Of shared experts, where they differ from `recipe`."""
+    experts: Recipe | Literal["recipe"] = "recipe"
+    """Of routed experts, where they differ from `recipe`."""
+    wire: Literal["compute", "forward", "both"] = "compute"
+    """How rows travel to experts: in the compute dtype; or tokens as FP8 codes with a scale for 128 (forward); or also the
+    gradients of combined results (both). What is summed on its way back is never quantised."""
+    gather: Literal["compute", "codes"] = "compute"
+    """Quantised weights are gathered in the compute dtype and then quantised, or quantised where they are stored, from the
+    float32 master, and gathered as codes."""
+    emulate: bool = False
+    """Run recipes that the GPU has no tensor cores or kernels for: exact, and slower than the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

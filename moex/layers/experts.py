@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moex.layers.param import declare
-from moex.precision.experts import fp8_expert_mlp
+from moex.precision.experts import QuantisedRows, block_expert_mlp, grouped_linear
+from moex.precision.recipes import GemmRecipe
+from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -27,35 +29,59 @@ def expert_mlp(rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD):
     return _activate_and_project(grouped_matmul(rows_RD, gate_up_eDG, sizes_e), weights_R, sizes_e, down_eFD)
 
 
+def quantised_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, down: QuantisedWeight):
+    """`expert_mlp` in the weights' recipe. Experts' rows begin at multiples of 128, and pad rows are zero.
+
+    rows_RD: in the compute dtype, or `QuantisedRows` from the wire.
+    """
+    if gate_up.recipe.name == "fp8_block":
+        return block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up, down)
+    if isinstance(rows_RD, QuantisedRows):
+        rows_RD = rows_RD.values()
+    missing = -rows_RD.shape[0] % 128
+    rows_RD, weights_R = jnp.pad(rows_RD, ((0, missing), (0, 0))), jnp.pad(weights_R, (0, missing))
+    activate = jax.checkpoint(_hidden, prevent_cse=False)
+    out_RD = grouped_linear(activate(grouped_linear(rows_RD, gate_up, sizes_e), weights_R), down, sizes_e)
+    return out_RD[: out_RD.shape[0] - missing]
+
+
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD):
     """[R, 2 F] -> [R, D]. Only its inputs are kept: the activation is cheaper to compute again than to read."""
+    return grouped_matmul(_hidden(gate_up_RG, weights_R), down_eFD, sizes_e)
+
+
+def _hidden(gate_up_RG, weights_R):
+    """The weighed activation [R, F], computed in float32."""
     gate_RF, up_RF = jnp.split(gate_up_RG.astype(jnp.float32), 2, axis=1)
-    hidden_RF = (jax.nn.silu(gate_RF) * up_RF * weights_R[:, None]).astype(gate_up_RG.dtype)
-    return grouped_matmul(hidden_RF, down_eFD, sizes_e)
+    return (jax.nn.silu(gate_RF) * up_RF * weights_R[:, None]).astype(gate_up_RG.dtype)
 
 
 class Experts(nnx.Module):
-    """Owns the weights of E experts, split over ep, each expert's width over etp."""
+    """Owns the weights of E experts, split over ep, each expert's width over etp.
 
-    def __init__(self, d_model: int, width: int, num_experts: int, precision: str = "compute"):
-        self.precision = precision
-        self.gate_up = declare(num_experts, d_model, 2, width, axes=("ep", None, None, "etp"), slices=1)
-        self.down = declare(num_experts, width, d_model, axes=("ep", "etp", None), slices=1, init="output")
+    recipe: of weights that come in the compute dtype all the same, as clones do; None leaves them in it.
+    """
 
-    def matrices(self) -> tuple[jax.Array, jax.Array]:
-        """gate_up [e, D, 2 F] and down [e, F, D], as `expert_mlp` takes them."""
+    def __init__(self, d_model: int, width: int, num_experts: int, recipe: GemmRecipe | None = None):
+        self.recipe = recipe
+        options = dict(slices=1, product="experts")
+        self.gate_up = declare(num_experts, d_model, 2, width, axes=("ep", None, None, "etp"), **options)
+        self.down = declare(num_experts, width, d_model, axes=("ep", "etp", None), init="output", **options)
+
+    def matrices(self):
+        """gate_up [e, D, 2 F] and down [e, F, D], as `expert_mlp` takes them; or both as `QuantisedWeight`."""
         gate_up_eDgF = self.gate_up[...]
+        if is_quantised(gate_up_eDgF):
+            return gate_up_eDgF, self.down[...]
         return gate_up_eDgF.reshape(*gate_up_eDgF.shape[:2], -1), self.down[...]
 
     def __call__(self, rows_RD, weights_R, sizes_e, matrices=None):
         """See `expert_mlp`.  matrices: other experts' in place of its own."""
         matrices = matrices or self.matrices()
-        if self.precision == "fp8_block":
-            return fp8_expert_mlp(rows_RD, weights_R, sizes_e, *matrices, aligned=True)
-        return expert_mlp(rows_RD, weights_R, sizes_e, *matrices)
-
-    @property
-    def align(self) -> int:
-        """What an expert's first row must be a multiple of."""
-        return 128 if self.precision == "fp8_block" else 1
+        if self.recipe is None:
+            rows_RD = rows_RD.values() if isinstance(rows_RD, QuantisedRows) else rows_RD
+            return expert_mlp(rows_RD, weights_R, sizes_e, *matrices)
+        here = lambda w: w if isinstance(w, QuantisedWeight) else quantise_here(w, self.recipe, slices=1)
+        quantised = map(here, matrices)
+        return quantised_expert_mlp(rows_RD, weights_R, sizes_e, *quantised)

@@ -7,6 +7,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex.layers.param import declare
+from moex.precision.linear import linear
 
 
 def swiglu(gate_up):
@@ -18,11 +19,11 @@ def swiglu(gate_up):
 class MLP(nnx.Module):
     """down(silu(gate x) * up x).  In and out: activations [B, S / (cp tp), D]."""
 
-    def __init__(self, d_model: int, width: int):
-        self.gate_up = declare(d_model, 2, width, axes=(None, None, "tp"))
-        self.down = declare(width, d_model, axes=("tp", None), init="output")
+    def __init__(self, d_model: int, width: int, product: str = "mlp"):
+        self.gate_up = declare(d_model, 2, width, axes=(None, None, "tp"), product=product)
+        self.down = declare(width, d_model, axes=("tp", None), init="output", product=product)
 
     def __call__(self, x_BSD, fold: Fold):
         x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
-        hidden = swiglu(jnp.einsum("bsd,dgf->bsgf", x_BSD, self.gate_up[...]))
-        return collectives.psum_scatter(hidden @ self.down[...], fold.dense.tp, dim=1)
+        hidden = swiglu(linear(x_BSD, self.gate_up[...]))
+        return collectives.psum_scatter(linear(hidden, self.down[...]), fold.dense.tp, dim=1)

@@ -19,6 +19,7 @@ from moex.layers.mlp import MLP
 from moex.layers.router import Router, Routing, route
 from moex.layers.tokens import own_part
 from moex.memory.stash import Stash
+from moex.precision.recipes import resolve
 
 
 class Steering(NamedTuple):
@@ -80,10 +81,11 @@ class MoE(nnx.Module):
     ):
         self.router_config, self.parallel, self.memory = config.router, parallel, memory
         self.num_layers = config.num_moe_layers
+        self.precision = recipes = resolve(precision)
         self.router = Router(config.d_model, config.router)
-        self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts, precision.experts)
+        self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts, recipes.experts)
         if config.shared_width:
-            self.shared = MLP(config.d_model, config.shared_width)
+            self.shared = MLP(config.d_model, config.shared_width, product="shared")
 
     def __call__(self, x_BSD, steering, segments_BS, fold: Fold, **options) -> tuple[jax.Array, MoEStats]:
         """Activations and statistics, see `run`."""
@@ -151,7 +153,7 @@ class MoE(nnx.Module):
 
     def _way(self, shape_BSD, fold: Fold, *, dropping: bool) -> passage.Way:
         router = self.router_config
-        way = passage.Way(self.parallel, router.top_k, align=self.experts.align)
+        way = passage.Way(self.parallel, router.top_k, precision=self.precision)
         if dropping:
             way = way._replace(capacity=self._capacity(shape_BSD, fold), pad=router.pad_to_capacity)
         if "experts" not in self.memory.stash:

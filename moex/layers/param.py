@@ -16,6 +16,8 @@ import numpy as np
 from flax import nnx
 
 from mesh import Fold, Placement, place
+from moex.precision import weight
+from moex.precision.recipes import Precision
 
 Init = Literal["normal", "output", "ones", "zeros"]
 
@@ -28,7 +30,8 @@ class Declaration:
     smaller deviation of projections into the residual stream.  slices: leading dims that are drawn one by one (experts).
     float32: enters compute in float32 whatever the compute dtype.  may_replicate: a dim that doesn't divide by its view
     is not split.  decays: under weight decay.  valid_rows: rows of dim 0 that are real; the rest are zero.
-    stacked: layers of the stack it is in, 0 outside one.
+    stacked: layers of the stack it is in, 0 outside one.  product: the kind of product it is a factor of (`moex.precision.
+    recipes.KINDS`), or None for none that may be quantised.  contracted: dims, after the slices, that the product sums over.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,8 @@ class Declaration:
     decays: bool = True
     valid_rows: int = 0
     stacked: int = 0
+    product: str | None = None
+    contracted: int = 1
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -96,9 +101,20 @@ def placements(tree: Mapping, fold: Fold) -> dict:
     return named_map(lambda name, d: d.placement(fold, name), tree)
 
 
-def enter(tree: Mapping, places: Mapping, shards: Mapping, compute_dtype) -> dict:
-    """Stored shards -> parameters as compute sees them, in the compute dtype or, where declared, in float32."""
-    return tree_map(lambda d, p, x: p.enter(x, jnp.float32 if d.float32 else compute_dtype), tree, places, shards)
+def enter(tree: Mapping, places: Mapping, shards: Mapping, compute_dtype, precision: Precision) -> dict:
+    """Stored shards -> parameters as compute sees them: in the compute dtype, where declared in float32, or as
+    `QuantisedWeight` where the precision has a recipe for the product that they are in.
+    """
+
+    def one(d: Declaration, p: Placement, x):
+        if (recipe := precision.recipe(d.product)) is None:
+            return p.enter(x, jnp.float32 if d.float32 else compute_dtype)
+        slices = d.slices + x.ndim - len(d.shape)
+        return weight.enter(
+            x, p, recipe, slices=slices, contracted=d.contracted, gather=precision.gather, dtype=compute_dtype
+        )
+
+    return tree_map(one, tree, places, shards)
 
 
 def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardings: Mapping | None = None) -> dict:

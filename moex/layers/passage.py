@@ -18,24 +18,29 @@ from mesh.fold import Fold
 from moex import balance, dispatch
 from moex.balance import echo
 from moex.config import ParallelConfig
+from moex.layers import wire
 from moex.layers.experts import Experts
 from moex.memory import stash as stashing
 from moex.memory.recompute import kept
 from moex.memory.stash import Stash
+from moex.precision.experts import QuantisedRows
+from moex.precision.recipes import Precision
+from moex.precision.weight import bits, is_quantised
+from pallas_kernels.quantize import quantize
 
 
 class Way(NamedTuple):
     """What is static of it.  parallel: transport, buffers, waves, clones.  top_k: experts a token.  capacity: most rows that
-    an expert gets from this data-parallel rank's rows of a batch, 0 for no limit; pad: it gets exactly that many.  align: of
-    experts' first rows.  stash_rows: that all layers' experts may keep together, 0 without a stash; balanced_rows: what
-    they use when routing is balanced.
+    an expert gets from this data-parallel rank's rows of a batch, 0 for no limit; pad: it gets exactly that many.
+    precision: formats on the wire, alignment of experts' first rows.  stash_rows: that all layers' experts may keep
+    together, 0 without a stash; balanced_rows: what they use when routing is balanced.
     """
 
     parallel: ParallelConfig
     top_k: int
     capacity: int = 0
     pad: bool = False
-    align: int = 1
+    precision: Precision = Precision()
     stash_rows: int = 0
     balanced_rows: int = 0
 
@@ -48,7 +53,7 @@ class Way(NamedTuple):
         """What `dispatch.plan` and `dispatch.sizes` take beside the choices."""
         p = self.parallel
         factors = dict(cell_factor=p.cell_factor, spill_factor=p.spill_factor, row_factor=p.row_factor)
-        return factors | dict(capacity=self.capacity, pad=self.pad, align=self.align)
+        return factors | dict(capacity=self.capacity, pad=self.pad, align=self.precision.align)
 
 
 class Copies(NamedTuple):
@@ -116,8 +121,10 @@ def empty_stash(experts: Experts, matrices, num_tokens: int, dtype, num_experts:
     """The stash that `through_experts` begins its first layer with.  matrices: shapes of this device's experts'."""
     shape, slots = jax.ShapeDtypeStruct, _clone_slots(way.parallel, fold)
     rows = _buffer_rows(num_tokens, num_experts, fold, way)
-    matrices = tuple(shape((w.shape[0] + slots, *w.shape[1:]), w.dtype) for w in matrices)
-    given = (shape((rows, matrices[0].shape[1]), dtype), shape((rows,), jnp.float32))
+    copied = lambda w: w if is_quantised(w) else shape((w.shape[0] + slots, *w.shape[1:]), w.dtype)
+    matrices = tuple(map(copied, matrices))
+    x_TD = shape((num_tokens, matrices[0].shape[1]), dtype)
+    given = _abstract_rows(x_TD, rows, way), shape((rows,), jnp.float32)
     ints = (shape(matrices[0].shape[:1], jnp.int32),)
     return stashing.empty(_apply(experts), way.stash_rows, ints, given, matrices, fold.dense.tokens)
 
@@ -145,7 +152,8 @@ def through_experts(
             out_RD, stash = stashing.stashed(run, way.stash_rows)(stash, used, ints, rows, copies.matrices)
             account = _with_stash(account, stash, way)
     with jax.named_scope("combine"):
-        return dispatch.combine(way.parallel.transport, out_RD, plan, fold), account, stash
+        y_TD = wire.combine(way.parallel.transport, out_RD, plan, fold, way.precision.wire_gradients)
+    return y_TD, account, stash
 
 
 def _apply(experts: Experts) -> Callable:
@@ -160,7 +168,19 @@ def _plan(chosen_Tk, number: int, fold: Fold, way: Way):
 
 def _rows(x_TD, weights_Tk, plan, fold: Fold, way: Way):
     transport = way.parallel.transport
-    return dispatch.send(transport, x_TD, plan, fold), dispatch.send_pairs(transport, weights_Tk, plan, fold)
+    weights_R = dispatch.send_pairs(transport, weights_Tk, plan, fold)
+    if way.precision.wire is None:
+        return dispatch.send(transport, x_TD, plan, fold), weights_R
+    return wire.send(transport, x_TD, plan, fold, way.precision.wire), weights_R
+
+
+def _abstract_rows(x_TD, num_rows: int, way: Way):
+    """Shapes of rows as they arrive."""
+    rows_RD = jax.ShapeDtypeStruct((num_rows, x_TD.shape[1]), x_TD.dtype)
+    if way.precision.wire is None:
+        return rows_RD
+    written = jax.eval_shape(lambda x: bits(quantize(x, way.precision.wire)), rows_RD)
+    return QuantisedRows(written, rows_RD)
 
 
 def _clone_slots(parallel: ParallelConfig, fold: Fold) -> int:

@@ -1,79 +1,174 @@
-"""Experts whose products are of FP8 numbers with a scale for every block of 128: forward, and both gradients.
+"""Experts whose products are quantised: the gated MLP in 128-blocks as one rule, and a grouped product for other recipes.
 
-R rows, e experts of this device, D model width, F expert width of this device, G = 2 F.
+R rows, e experts of this device, D model width, F expert width of this device, G = 2 F; K and N the dims of any weight.
 
-Codes never meet autodiff: from the rows as they arrive to the rows as they leave it is one rule. Kept for the backward pass
-are the rows' codes (one byte a number and a scale for 128), and gate and up in BF16.
+Codes never meet autodiff: they travel as bytes, and beside them a port whose cotangent is the gradient (`QuantisedWeight`,
+`QuantisedRows`).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mesh.vma import vary, varying
+from moex.precision.linear import random_keys
+from moex.precision.products import grouped_product, grouped_sum
+from moex.precision.recipes import RECIPES, GemmRecipe
+from moex.precision.weight import QuantisedWeight, bits, codes
 from pallas_kernels import swiglu
-from pallas_kernels.quantize import Quantised, dequantize, quantize, quantize_both, transposed
+from pallas_kernels.quantize import Format, Quantised, dequantize, hadamard, quantize, quantize_both
+from pallas_kernels.quantize.scales import magnitude_bits
 from pallas_kernels.scaled_grouped_matmul import BLOCK, dgrad, scaled_grouped_matmul, wgrad
 
-ROWS, SQUARES = "e4m3_1x128", "e4m3_128x128"
+BLOCKS = RECIPES["fp8_block"]
+NO_GRADIENT: Any = None
+"""What stands in a cotangent for codes and scales."""
 
 
-def fp8_expert_mlp(rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD, *, aligned: bool = False):
+class QuantisedRows(NamedTuple):
+    """Rows as they came over the wire: bits of codes [R, D] with scales [R, D / 128], in 1 x 128 tiles.  port: [R, D] in the
+    compute dtype, never read: its cotangent is the rows' gradient.
+    """
+
+    quantised: Quantised
+    port: Any
+
+    def values(self):
+        """The rows in the compute dtype, with their gradient."""
+        return _values(self)
+
+
+@jax.custom_vjp
+def _values(rows: QuantisedRows):
+    return dequantize(codes(rows.quantised, BLOCKS.x), rows.port.dtype)
+
+
+_values.defvjp(lambda rows: (_values(rows), None), lambda _, g: (QuantisedRows(NO_GRADIENT, g),))
+
+
+def block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, down: QuantisedWeight):
     """`moex.layers.experts.expert_mlp` with both products, and the four of their gradients, in FP8 (E4M3).
 
     The recipe of DeepSeek-V3 (arXiv 2412.19437 section 3.3) with power-of-two scales: 1 x 128 tiles of activations and
     gradients, along tokens for weight gradients; 128 x 128 of weights; sums in float32; gradients of weights and of the
-    router's weights in float32 before they take their argument's dtype.
+    router's weights in float32. Kept for the backward pass are the rows' codes (one byte a number and a scale for 128), and
+    gate and up in BF16.
 
-    Args: as there; D and F multiples of 128.  aligned: every expert's rows begin at a multiple of 128 and pad rows are
-      zero; blocks of 128 tokens are then an expert's own, whatever else the device holds.
+    Args: rows_RD: in the compute dtype, or `QuantisedRows`; D and F multiples of 128; every expert's rows begin at a
+      multiple of 128 and pad rows are zero, so that blocks of 128 tokens are an expert's own.
+      gate_up: [e, D, 2, F] or [e, D, 2 F].  down: [e, F, D].
     Returns: [R, D] like rows_RD; rows past the last expert are zero.
     """
-    missing = -rows_RD.shape[0] % BLOCK
-    given = jnp.pad(rows_RD, ((0, missing), (0, 0))), jnp.pad(weights_R, (0, missing)), sizes_e, gate_up_eDG, down_eFD
-    axes = varying(*given)
-    return _mlp(*(vary(x, axes) for x in given), aligned)[: rows_RD.shape[0]]
+    missing = -weights_R.shape[0] % BLOCK
+    more = lambda x: jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) if missing else x
+    if not isinstance(rows_RD, QuantisedRows):
+        rows_RD = QuantisedRows(bits(quantize(lax.stop_gradient(rows_RD), BLOCKS.x)), rows_RD)
+    rows = jax.tree.map(more, rows_RD)
+    matrices = [(w.forward, w.backward, w.port.reshape(*w.backward.codes.shape)) for w in (gate_up, down)]
+    given = rows, more(weights_R), sizes_e, *matrices
+    axes = varying(*jax.tree.leaves(given))
+    return _mlp(*jax.tree.map(lambda x: vary(x, axes), given))[: weights_R.shape[0]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _mlp(rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD, aligned: bool):
-    return _forward(rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD, aligned)[0]
+@jax.custom_vjp
+def _mlp(rows: QuantisedRows, weights_R, sizes_e, gate_up, down):
+    return _forward(rows, weights_R, sizes_e, gate_up, down)[0]
 
 
-def _forward(rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD, aligned: bool):
-    rows = quantize(rows_RD, ROWS)
-    num_experts, d_model, both = gate_up_eDG.shape
+def _forward(rows: QuantisedRows, weights_R, sizes_e, gate_up, down):
+    x = codes(rows.quantised, BLOCKS.x)
+    w = codes(gate_up[0], BLOCKS.w)
+    num_experts, both, d_model = w.codes.shape
     width = both // 2
-    gate_up = transposed(quantize(gate_up_eDG, SQUARES))
-    codes_egFD = gate_up.codes.reshape(num_experts, 2, width, d_model)
-    scales = gate_up.scales.reshape(num_experts, 2, width // BLOCK, d_model // BLOCK)
-    hidden, gate_RF, up_RF = swiglu.gate_up(rows.codes, rows.scales, codes_egFD, scales, weights_R, sizes_e)
-    down = transposed(quantize(down_eFD, SQUARES))
-    given = hidden.codes, hidden.scales, down.codes, down.scales, sizes_e
-    out_RD = scaled_grouped_matmul(*given, out_dtype=rows_RD.dtype)
-    return out_RD, (rows.codes, rows.scales, gate_RF, up_RF, weights_R, sizes_e, gate_up_eDG, down_eFD)
+    w_egFD = w.codes.reshape(num_experts, 2, width, d_model)
+    scales = w.scales.reshape(num_experts, 2, width // BLOCK, d_model // BLOCK)
+    hidden, gate_RF, up_RF = swiglu.gate_up(x.codes, x.scales, w_egFD, scales, weights_R, sizes_e, format=BLOCKS.x)
+    w = codes(down[0], BLOCKS.w)
+    given = hidden.codes, hidden.scales, w.codes, w.scales, sizes_e
+    out_RD = scaled_grouped_matmul(*given, out_dtype=rows.port.dtype)
+    return out_RD, (x, gate_RF, up_RF, weights_R, sizes_e, gate_up[1], down[1])  # codes as floats: a stash takes those
 
 
-def _backward(aligned: bool, kept, g_RD):
-    codes_RD, scales, gate_RF, up_RF, weights_R, sizes_e, gate_up_eDG, down_eFD = kept
-    grad, grad_columns = quantize_both(g_RD.astype(jnp.bfloat16), ROWS)
-    down = quantize(down_eFD, SQUARES)
+def _backward(kept, g_RD):
+    rows, gate_RF, up_RF, weights_R, sizes_e, gate_up, down = kept
+    gate_up, down = codes(gate_up, BLOCKS.w_dgrad), codes(down, BLOCKS.w_dgrad)
+    grad, grad_columns = quantize_both(g_RD.astype(jnp.bfloat16), BLOCKS.dy)
     dhidden_RF = dgrad(grad.codes, grad.scales, down.codes, down.scales, sizes_e)
-    found = swiglu.backward(dhidden_RF, gate_RF, up_RF, weights_R, sizes_e)
-    gate_up = quantize(gate_up_eDG, SQUARES)
+    formats = dict(format=BLOCKS.x_wgrad, grad_format=BLOCKS.dy)
+    found = swiglu.backward(dhidden_RF, gate_RF, up_RF, weights_R, sizes_e, **formats)
     given = found.rows.codes, found.rows.scales, gate_up.codes, gate_up.scales, sizes_e
     drows_RD = dgrad(*given, out_dtype=g_RD.dtype)
     # A code times a power of two is a BF16 number: only what the tile of 128 tokens pushes out of range is lost.
-    rows_RD = dequantize(Quantised(codes_RD, scales), jnp.bfloat16)
+    rows_RD = dequantize(rows, jnp.bfloat16)
     in_use_R1 = (jnp.arange(rows_RD.shape[0]) < sizes_e.sum())[:, None]
-    columns = quantize(jnp.where(in_use_R1, rows_RD, 0), ROWS, transpose=True)
-    product = functools.partial(wgrad, aligned=aligned)
-    dgate_up = product(found.columns.codes, found.columns.scales, columns.codes, columns.scales, sizes_e)
-    ddown = product(grad_columns.codes, grad_columns.scales, found.hidden.codes, found.hidden.scales, sizes_e)
-    like = lambda x, w: x.swapaxes(1, 2).astype(w.dtype)
-    gradients = like(dgate_up, gate_up_eDG), like(ddown, down_eFD)
-    return drows_RD, found.weights_R.astype(weights_R.dtype), None, *gradients
+    columns = quantize(jnp.where(in_use_R1, rows_RD, 0), BLOCKS.x_wgrad, transpose=True)
+    product = functools.partial(wgrad, aligned=True)
+    dgate_up_eGD = product(found.columns.codes, found.columns.scales, columns.codes, columns.scales, sizes_e)
+    ddown_eDF = product(grad_columns.codes, grad_columns.scales, found.hidden.codes, found.hidden.scales, sizes_e)
+    drows = QuantisedRows(NO_GRADIENT, drows_RD)
+    dweights = found.weights_R.astype(weights_R.dtype)
+    return drows, dweights, None, (None, None, dgate_up_eGD.swapaxes(1, 2)), (None, None, ddown_eDF.swapaxes(1, 2))
 
 
 _mlp.defvjp(_forward, _backward)
+
+
+def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e):
+    """Rows times their expert's matrix [e, K, N], in any recipe; rows past the last expert give zero, whatever they hold.
+
+    The second level of NVFP4 is an expert's own; one scale for all rows ("tensor") is one for this device's.
+
+    Args: rows_RK: in the compute dtype, R a multiple of 128, experts' rows as `block_expert_mlp` wants them.
+    Returns: [R, N] like rows_RK. The gradient in the weight is float32.
+    """
+    port = weight.port.reshape(weight.backward.codes.shape)
+    given = rows_RK, sizes_e, weight.forward, weight.backward, port
+    axes = varying(*jax.tree.leaves(given))
+    return _grouped(*jax.tree.map(lambda x: vary(x, axes), given), weight.recipe, tuple(sorted(axes)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _grouped(rows_RK, sizes_e, forward, backward, port, recipe: GemmRecipe, axes):
+    return _grouped_forward(rows_RK, sizes_e, forward, backward, port, recipe, axes)[0]
+
+
+def _grouped_forward(rows_RK, sizes_e, forward, backward, port, recipe: GemmRecipe, axes):
+    rows_RK = _in_use(rows_RK, sizes_e)
+    x = _by_expert(rows_RK, recipe.x, sizes_e)
+    y_RN = grouped_product(x, codes(forward, recipe.w), sizes_e, rows_RK.dtype)
+    columns = bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True))
+    return y_RN, (columns, sizes_e, backward)
+
+
+def _grouped_backward(recipe: GemmRecipe, axes, kept, g_RN):
+    columns, sizes_e, backward = kept
+    g_RN = _in_use(g_RN, sizes_e)
+    keys = random_keys(g_RN, axes) if recipe.dy.stochastic else (None, None)
+    dy = _by_expert(g_RN, recipe.dy, sizes_e, key=keys[0])
+    dy_columns = _by_expert(g_RN, recipe.dy_wgrad, sizes_e, transpose=True, key=keys[1])
+    drows_RK = grouped_product(dy, codes(backward, recipe.w_dgrad), sizes_e, g_RN.dtype)
+    dw_eKN = grouped_sum(codes(columns, recipe.x_wgrad), dy_columns, sizes_e)
+    return drows_RK, None, None, None, dw_eKN
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _in_use(rows_RX, sizes_e):
+    return jnp.where((jnp.arange(rows_RX.shape[0]) < sizes_e.sum())[:, None], rows_RX, 0)
+
+
+def _by_expert(rows_RX, format: Format, sizes_e, *, transpose: bool = False, key=None) -> Quantised:
+    """Quantised; the second level of NVFP4 from each expert's own rows, after the turn if there is one."""
+    outer = None
+    if format.kind == "nvfp4":
+        values = rows_RX.astype(jnp.float32)
+        largest_R = magnitude_bits(hadamard(values.T).T if format.hadamard else values).max(axis=1)
+        expert_R = (jnp.arange(rows_RX.shape[0])[:, None] >= jnp.cumsum(sizes_e)[None]).sum(axis=1)
+        largest_e = jax.ops.segment_max(largest_R, expert_R, num_segments=sizes_e.shape[0] + 1)
+        outer_R = lax.bitcast_convert_type(jnp.maximum(largest_e, 0), jnp.float32)[expert_R]
+        outer = outer_R[None, :: format.columns] if transpose else outer_R[:, None]
+    return quantize(rows_RX, format, transpose=transpose, outer_amax=outer, key=key)

@@ -4,6 +4,7 @@ Loss and gradients run inside one shard_map, written for one device's shards; cl
 global view in the same jit. A micro-batches, B rows, S sequence, L MoE layers, E experts.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from moex.layers import param
 from moex.layers.moe import Steering
 from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
+from moex.precision.recipes import Precision, resolve
+from moex.precision.weight import ports, with_ports
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate
 from moex.train.state import Leaf, TrainState, count
@@ -98,7 +101,16 @@ def entering(config: RunConfig, decoder: Decoder, fold: Fold) -> Enter:
     """(name of a part, its stored shards) -> its parameters as compute sees them; call it inside shard_map."""
     places = param.placements(decoder.declarations, fold)
     dtype = jnp.dtype(config.precision.compute_dtype)
-    return lambda name, shards: param.enter(decoder.declarations[name], places[name], shards, dtype)
+    precision = recipes_on_entry(config)
+    return lambda name, shards: param.enter(decoder.declarations[name], places[name], shards, dtype, precision)
+
+
+def recipes_on_entry(config: RunConfig) -> Precision:
+    """The recipes of weights that are quantised as they enter compute. With clones, experts' weights are so where they are
+    used: what is fetched for a clone stands beside a device's own.
+    """
+    precision = resolve(config.precision)
+    return dataclasses.replace(precision, experts=None) if config.parallel.echo_slots else precision
 
 
 def entered(enter: Enter, shards: Mapping) -> dict:
@@ -210,8 +222,9 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
         def micro_gradients(micro: Batch, number, seen_LE):
             key = jax.random.fold_in(step_key, number)
             steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
-            function = lambda p: micro_loss(config, decoder, fold, p, steering, micro, total_tokens, enter)
-            (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(params)
+            whole = lambda values: with_ports(params, values)
+            function = lambda p: micro_loss(config, decoder, fold, whole(p), steering, micro, total_tokens, enter)
+            (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(ports(params))
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
         micros = batch._replace(step=None)

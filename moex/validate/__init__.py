@@ -3,7 +3,7 @@
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
 from moex.dispatch import unavailable
-from moex.validate.compute import compute_problems
+from moex.validate.compute import compute_problems, precision_problems_on
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
 from moex.validate.parallel import parallel_problems
@@ -52,8 +52,11 @@ def check(config: RunConfig) -> None:
     _raise([p for problems in _SECTIONS for p in problems(config)])
 
 
-def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
-    """How batch, sequence, heads and widths divide over the fold, and what runs on the platform.  Raises ConfigError."""
+def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind: str = "") -> None:
+    """How batch, sequence, heads and widths divide over the fold, and what runs on the platform and its kind of device.
+
+    Raises ConfigError.
+    """
     model, train, attention = config.model, config.train, config.model.attention
     size = folded.size
     problems = [
@@ -66,13 +69,7 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu") -> None:
         divides("model.expert_width", model.expert_width, "etp", size("etp")),
         divides("model.shared_width", model.shared_width, "tp", size("tp")),
     ]
-    if config.precision.experts == "fp8_block" and model.num_moe_layers:
-        widths = model.d_model, model.expert_width // size("etp")
-        if any(width % 128 for width in widths):
-            problems.append(
-                f"precision.experts=fp8_block has blocks of 128: d_model={widths[0]} and expert_width / etp={widths[1]} "
-                "must be multiples of 128; set it to compute"
-            )
+    problems += precision_problems_on(config, folded, device_kind)
     waves, tokens = config.parallel.waves, train.batch_size // train.accumulation // size("dp") * train.seq_len
     if waves > 1:
         here = tokens // (size("cp") * size("tp"))

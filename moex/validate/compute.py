@@ -1,6 +1,9 @@
 """What of precision and memory contradicts itself or has no effect."""
 
+from mesh import Fold
 from moex.config import MemoryConfig, RunConfig
+from moex.precision.products import missing_hardware
+from moex.precision.recipes import KINDS, resolve
 from moex.validate.numbers import LARGEST
 
 
@@ -12,12 +15,14 @@ def compute_problems(config: RunConfig) -> list[str]:
         problems.append("memory.recompute: `mlp` has no effect without dense layers")
     if modules & {"moe", "experts"} and not model.num_moe_layers:
         problems.append("memory.recompute: `moe` and `experts` have no effect without MoE layers")
-    if config.precision.experts != "compute" and not model.num_moe_layers:
-        problems.append(f"precision.experts={config.precision.experts} has no effect without MoE layers")
     if memory.stash and not model.num_moe_layers:
         problems.append("memory.stash has no effect without MoE layers")
     if set(memory.stash) & modules:
         problems.append("memory: `experts` are in stash and in recompute, but what a stash has isn't computed again")
+    if memory.stash and (recipe := resolve(config.precision).experts) and recipe.name != "fp8_block":
+        problems.append(
+            f"memory.stash: experts in {recipe.name} keep codes along tokens, which a stash of rows can't hold: use fp8_block"
+        )
     if memory.stash and config.parallel.waves > 1 and not config.parallel.bounded:
         problems.append("memory.stash has no effect on parallel.waves, of which no rows are kept: use one of the two")
     if memory.stash_factor and not 1 <= memory.stash_factor <= LARGEST:
@@ -27,4 +32,52 @@ def compute_problems(config: RunConfig) -> list[str]:
         )
     if memory.stash_factor != MemoryConfig.stash_factor and not memory.stash:
         problems.append(f"memory.stash_factor={memory.stash_factor} has no effect without memory.stash")
+    return problems + _precision_problems(config)
+
+
+def _precision_problems(config: RunConfig) -> list[str]:
+    precision, model, problems = config.precision, config.model, []
+    there = dict(mlp=model.num_dense_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    for kind, number in there.items():
+        if (name := getattr(precision, kind)) != "recipe" and not number:
+            problems.append(f"precision.{kind}={name} has no effect: the model has no such products")
+    for kind in KINDS:
+        if getattr(precision, kind) == precision.recipe:
+            problems.append(f"precision.{kind}={precision.recipe} is precision.recipe already: leave it at recipe")
+    if precision.wire != "compute" and (config.parallel.transport == "local" or not model.num_moe_layers):
+        problems.append(f"precision.wire={precision.wire} has no effect with transport local: no row travels")
+    if precision.wire != "compute" and model.d_model % 128:
+        problems.append(
+            f"precision.wire={precision.wire} has a scale for 128 numbers of a row: model.d_model={model.d_model} must be a "
+            "multiple of 128; set it to compute"
+        )
+    used = [recipe for kind in KINDS if (recipe := resolve(precision).recipe(kind)) and there.get(kind, 1)]
+    if precision.gather == "codes" and not used:
+        problems.append("precision.gather=codes has no effect without a recipe: set it to compute")
+    if precision.gather == "codes" and (two := {recipe.name for recipe in used if not recipe.one_copy}):
+        problems.append(
+            f"precision.gather=codes: {', '.join(sorted(two))} needs a weight's codes along both dims, 2.06 bytes a number "
+            "where BF16 has 2: set it to compute"
+        )
+    if precision.emulate and not used:
+        problems.append("precision.emulate has no effect without a recipe")
+    return problems
+
+
+def precision_problems_on(config: RunConfig, folded: Fold, device_kind: str) -> list[str]:
+    """Recipes whose tiles don't fill an expert's part of this mesh, or that this kind of device has no hardware for."""
+    precision, model, problems = resolve(config.precision), config.model, []
+    there = dict(mlp=model.num_dense_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    if (recipe := precision.experts) and model.num_moe_layers:
+        width = model.expert_width // folded.size("etp")
+        if model.d_model % recipe.tile or width % recipe.tile:
+            problems.append(
+                f"precision.experts: {recipe.name} has tiles of {recipe.tile}: model.d_model={model.d_model} and "
+                f"expert_width / etp={width} must be multiples of it; set it to compute"
+            )
+    for kind in KINDS:
+        recipe = precision.recipe(kind)
+        if recipe and there.get(kind, 1) and not config.precision.emulate:
+            reason = missing_hardware(recipe, device_kind, grouped=kind == "experts")
+            problems += [f"precision.{kind}: {reason}; choose another, or set precision.emulate"] * bool(reason)
     return problems

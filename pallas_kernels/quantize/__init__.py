@@ -45,7 +45,8 @@ def quantize(
     A tile's scale follows from the largest magnitude in it. A tile of zeros has scale 1; so has a float32-scaled one with
     an infinity, whose codes saturate, or a NaN, which stays NaN. MX: an infinity becomes NaN, a NaN the scale. NVFP4: an
     infinity becomes 6 x 448, a NaN the tile's scale. No tile is touched by what stands in another; "tensor" and the second
-    level of NVFP4 have one scale for all by definition. Whoever looks for infinities must look before. Magnitudes below
+    level of NVFP4 have one scale for all by definition. Whoever looks for infinities must look before, or ask for a `loud`
+    format, whose tiles with an infinity become NaN. Magnitudes below
     2^-126 may count as zero (XLA's CPU back end does). All implementations give the same bits; scales that are no powers of
     two may differ in the last bit on GPUs, which divide approximately, and codes with them.
 
@@ -55,9 +56,9 @@ def quantize(
       transpose: codes of x's transpose, [..., K, R], tiles along R: what the sum over rows of a weight gradient takes.
       key, random_bytes: for a stochastic format one of them: a PRNG key (folded from rank, step and layer; one key on all
         ranks wouldn't average out), or uint8 of the codes' shape.
-      outer_amax: NVFP4: float32, broadcasting against the scales, the magnitude that the second level is made from: of the
-        rows of an expert, say, or the largest over ranks. None takes each [R, K] array's own. With `hadamard` it is that
-        of the turned array.
+      outer_amax: float32, broadcasting against the scales: the magnitude that the scale of kind "tensor", or the second level
+        of NVFP4, is made from, such as the largest of an expert's rows or over ranks. None takes each [R, K] array's own.
+        With `hadamard` it is that of the turned array.
       implementation: None takes the first of mosaic, xla, reference that can; a named one that can't raises.
       tiles: of the kernel; without effect on the others.
 
@@ -70,8 +71,10 @@ def quantize(
     shape = (*x.shape[:-2], *x.shape[-2:][::-1]) if transpose else x.shape
     format.tile(shape)
     random_bytes = _checked_bytes(format, shape, key, random_bytes)
-    if outer_amax is not None and format.kind != "nvfp4":
-        raise ValueError(f"outer_amax is the second level of kind 'nvfp4', the format's is {format.kind!r}")
+    if outer_amax is not None and format.kind not in ("nvfp4", "tensor"):
+        raise ValueError(
+            f"outer_amax is of kinds 'tensor' and the second level of 'nvfp4', the format's is {format.kind!r}"
+        )
     taken = choose("quantize", implementation, _reasons(format, x))
     given = [x] + [a for a in (random_bytes, outer_amax) if a is not None]
     given = align(*map(jnp.asarray, given))

@@ -32,13 +32,14 @@ class Quantised(NamedTuple):
 class Format:
     """One way to write an array in 8 or 4 bits.
 
-    kind: "block" and "tensor" have float32 scales (DeepSeek-V3, arXiv 2412.19437 section 3.3; "tensor" has one), "mx" E8M0
-      scales (OCP Microscaling 1.0), "nvfp4" E4M3 scales beneath a float32 one (arXiv 2509.25149).
-    dtype: of the codes.  rows, columns: of a tile; without effect on "tensor".
-    power_of_two: scales of "block" and "tensor" are rounded to powers of two, codes with them. Then a second quantisation
-      in another direction, or a detour over bfloat16, loses nothing more.
-    hadamard: values are first turned by `hadamard`, 16 columns at a time.  stochastic: codes are rounded up or down at
-      random so that their mean is the value.  Both for "nvfp4" only.
+      kind: "block" and "tensor" have float32 scales (DeepSeek-V3, arXiv 2412.19437 section 3.3; "tensor" has one), "mx" E8M0
+        scales (OCP Microscaling 1.0), "nvfp4" E4M3 scales beneath a float32 one (arXiv 2509.25149).
+      dtype: of the codes.  rows, columns: of a tile; without effect on "tensor".
+      power_of_two: scales of "block" and "tensor" are rounded to powers of two, codes with them. Then a second quantisation
+        in another direction, or a detour over bfloat16, loses nothing more.
+      hadamard: values are first turned by `hadamard`, 16 columns at a time.  stochastic: codes are rounded up or down at
+        random so that their mean is the value.  Both for "nvfp4" only.
+    loud: a tile with an infinity or NaN gets the scale NaN, so that training sees what saturating codes would hide.
     """
 
     kind: Literal["block", "tensor", "mx", "nvfp4"]
@@ -48,6 +49,7 @@ class Format:
     power_of_two: bool = True
     hadamard: bool = False
     stochastic: bool = False
+    loud: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))

@@ -81,7 +81,7 @@ def quantise_lines(x_lines, format: Format):
     """64 x 128 values in shared memory -> (codes, decode scale of each line), in registers."""
     x = _load(x_lines)
     amax = jnp.max(scales.magnitude_bits(x), axis=1)
-    encode, decode = scales.block_scales(amax, format.dtype, format.power_of_two)
+    encode, decode = scales.block_scales(amax, format.dtype, format.power_of_two, format.loud)
     return _codes(x * lax.broadcast_in_dim(encode, x.shape, (0,)), format.dtype), decode
 
 
@@ -188,7 +188,7 @@ def _squares(x_RD, group: int, format: Format, wanted: Wanted, tiles: Tiles):
             i, j = place
             amax = [jnp.max(scales.magnitude_bits(_load(x_tile.at[half])), axis=1) for half in _halves(128)]
             top = jnp.full((_ROWS,), jnp.max(jnp.maximum(*amax)))  # a vector, since scalars' bits can't be taken
-            encode, decode = scales.block_scales(top, dtype, format.power_of_two)
+            encode, decode = scales.block_scales(top, dtype, format.power_of_two, format.loud)
             outs[-1][i * across + j] = decode
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if wanted.rows:

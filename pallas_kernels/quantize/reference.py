@@ -21,6 +21,10 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
     spread = lambda scale: jnp.repeat(jnp.repeat(scale, rows, axis=-2), columns, axis=-1)
     parts = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, x.shape[-1] // columns, columns)
     amax = _amax(parts, (-3, -1))
+    if format.kind == "tensor" and outer_amax is not None:
+        amax = jnp.broadcast_to(outer_amax, amax.shape).astype(jnp.float32)
+    if format.loud:
+        amax = jnp.where(jnp.isinf(amax), jnp.nan, amax)
     outer = None
     if format.kind == "mx":
         encode, stored = _mx(amax, LARGEST[format.dtype])
@@ -29,6 +33,7 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
         encode, stored, outer = _nvfp4(amax, top)
     else:
         encode, stored = _block(amax, LARGEST[format.dtype], format.power_of_two)
+        stored = jnp.where(jnp.isfinite(amax), stored, jnp.nan) if format.loud else stored
     scaled = x * spread(encode)
     codes = _stochastic(scaled, bytes_) if format.stochastic else _nearest(scaled, format.dtype)
     codes, stored = behind_barrier((codes, stored))

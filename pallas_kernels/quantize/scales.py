@@ -26,20 +26,22 @@ def as_float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def block_scales(amax, dtype, power_of_two: bool):
+def block_scales(amax, dtype, power_of_two: bool, loud: bool = False):
     """int32 bits of the largest magnitudes -> (encode, decode), float32: codes are x encode, values codes decode.
 
     encode is largest / amax, with its mantissa cleared for a power of two; 1 for amax 0, infinite or NaN; at most the
-    largest float32 (2^127 as a power of two). decode is 1 / encode.
+    largest float32 (2^127 as a power of two). decode is 1 / encode; or, if `loud`, NaN for an infinite or NaN amax.
     """
     plain = (amax == 0) | (amax >= INFINITY)
     if power_of_two:
         exponent = jnp.where(plain, 127, _exponent(amax, dtype))
+        encode = as_float((254 - exponent) << 23)
         decode = as_float(jnp.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23))
-        return as_float((254 - exponent) << 23), decode
-    encode = jnp.minimum(LARGEST[jnp.dtype(dtype)] / as_float(amax), _LARGEST_F32)
-    encode = jnp.where(plain, 1.0, encode)
-    return encode, 1.0 / lax.optimization_barrier(encode)  # or the compiler makes it amax / largest, another number
+    else:
+        encode = jnp.minimum(LARGEST[jnp.dtype(dtype)] / as_float(amax), _LARGEST_F32)
+        encode = jnp.where(plain, 1.0, encode)
+        decode = 1.0 / lax.optimization_barrier(encode)  # or the compiler makes it amax / largest, another number
+    return encode, jnp.where(amax >= INFINITY, jnp.nan, decode) if loud else decode
 
 
 def _exponent(amax, dtype):

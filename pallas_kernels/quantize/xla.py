@@ -17,6 +17,10 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
     *batch, rows, columns = x.shape
     x = x.reshape(*batch, rows // tile_rows, tile_rows, columns // tile_columns, tile_columns)
     amax = scales.magnitude_bits(x).max(axis=(-3, -1), initial=0)
+    if format.kind == "tensor" and outer_amax is not None:
+        amax = jnp.broadcast_to(_bits(outer_amax, amax.ndim), amax.shape)
+    if format.loud:
+        amax = jnp.where(amax == scales.INFINITY, scales.INFINITY | 1, amax)
     outer = None
     if format.kind == "mx":
         encode, byte = scales.mx_scales(amax, format.dtype)
@@ -27,7 +31,7 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
         encode, stored = scales.nvfp4_scales(amax, pair)
         outer = pair[1]
     else:
-        encode, stored = scales.block_scales(amax, format.dtype, format.power_of_two)
+        encode, stored = scales.block_scales(amax, format.dtype, format.power_of_two, format.loud)
     scaled = (x * encode[..., :, None, :, None]).reshape(*batch, rows, columns)
     if format.stochastic:
         codes = rounding.stochastic_e2m1(scaled, bytes_)

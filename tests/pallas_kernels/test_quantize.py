@@ -76,7 +76,7 @@ def raw(quantised: Quantised):
 def same_bits(a: Quantised, b: Quantised) -> None:
     for got, want in zip(jax.device_get(a), jax.device_get(b), strict=True):
         if want is not None:
-            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+            np.testing.assert_array_equal(*(np.atleast_1d(x).view(np.uint8) for x in (got, want)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -203,6 +203,36 @@ def test_a_bad_value_stays_in_its_tile(name, poison):
     np.testing.assert_array_equal(raw(found)[1][outside], raw(clean)[1][outside])
     if np.isnan(poison):
         assert np.isnan(np.asarray(dequantize(found))[37, 20])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["e4m3_1x128", "e5m2_128x128", "e4m3_tensor", "mx_e4m3", "nvfp4", "nvfp4_16x16"])
+def test_a_loud_format_makes_the_tile_of_an_infinity_nan(name, poison, implementation):
+    """Where nothing is bad it is the format itself."""
+    quiet, loud = FORMATS[name], dataclasses.replace(FORMATS[name], loud=True)
+    x = np.concatenate([INPUTS["normal"]] * 2)
+    dirty = x.copy()
+    dirty[37, 20] = poison
+    outer = dict(outer_amax=np.float32(4.0)) if quiet.kind == "nvfp4" else {}
+    call = functools.partial(quantize, implementation=implementation, **outer)
+    same_bits(call(jnp.asarray(x), loud), call(jnp.asarray(x), quiet))
+    values, clean = (np.asarray(dequantize(call(jnp.asarray(a), loud))) for a in (dirty, x))
+    rows, columns = loud.tile(x.shape)
+    tile = np.zeros((x.shape[0] // rows, x.shape[1] // columns), bool)
+    tile[37 // rows, 20 // columns] = True
+    tile = np.kron(tile, np.ones((rows, columns), bool))
+    assert np.isnan(values[tile]).all()
+    np.testing.assert_array_equal(values[~tile], clean[~tile])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_parts_that_agree_on_a_scale_have_the_codes_of_the_whole(implementation):
+    x = jnp.asarray(INPUTS["normal"])
+    call = functools.partial(quantize, format="e4m3_tensor", implementation=implementation)
+    whole, parts = call(x), [call(half, outer_amax=jnp.abs(x).max()) for half in jnp.split(x, 2)]
+    np.testing.assert_array_equal(jnp.concatenate([p.codes for p in parts]).view(np.uint8), whole.codes.view(np.uint8))
+    assert {float(p.scales[0, 0]) for p in parts} == {float(whole.scales[0, 0])}
 
 
 def test_nan_in_nvfp4_leaves_the_second_level_alone():
@@ -362,7 +392,7 @@ def test_types_on_two_devices():
         (lambda x: quantize(x, "nvfp4", key=jax.random.key(0)), ValueError, "stochastic=False, key given"),
         (lambda x: quantize(x, STOCHASTIC), ValueError, "stochastic=True, key missing"),
         (lambda x: quantize(x, STOCHASTIC, random_bytes=x), ValueError, "must be uint8"),
-        (lambda x: quantize(x, "mx_e4m3", outer_amax=1.0), ValueError, "second level of kind 'nvfp4'"),
+        (lambda x: quantize(x, "mx_e4m3", outer_amax=1.0), ValueError, "second level of 'nvfp4'"),
         (lambda x: quantize_both(x, STOCHASTIC), ValueError, "quantize twice"),
         (lambda x: quantize(x, "e4m3_1x128", implementation="cutlass"), ValueError, "choose one of"),
         (lambda x: quantize(x, "e4m3_1x128", implementation="mosaic"), NotImplementedError, "for Hopper GPUs"),

@@ -1,0 +1,101 @@
+"""The dense product of the model, y = x w, in the compute dtype or quantised with its two gradients as one rule.
+
+T tokens, K and N the dims of w's matrix.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh.vma import vary, varying
+from moex.precision.products import product, weight_gradient
+from moex.precision.recipes import GemmRecipe
+from moex.precision.weight import QuantisedWeight, bits, codes
+from pallas_kernels.quantize import Format, Quantised, quantize, quantize_both
+from pallas_kernels.quantize.scales import magnitude_bits
+
+KEPT = "quantised_x"
+"""Name of the codes of x that a product keeps for its weight's gradient, for `jax.checkpoint` policies."""
+
+
+def linear(x, weight, *, contracted: int = 1):
+    """The last `contracted` dims of x times the first of the weight.
+
+    Args:
+      x: [..., *K], in the compute dtype.
+      weight: [*K, *N]: an array, or a `QuantisedWeight`, whose recipe says how all three products are quantised.
+    Returns: [..., *N] like x. With a quantised weight the gradient in it is float32, and the product's sums are.
+    """
+    if isinstance(weight, QuantisedWeight):
+        assert weight.contracted == contracted, "the parameter's declaration and its use differ"
+        return _quantised(x, weight, contracted)
+    dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
+    return lax.dot_general(x, weight, (dims, ((), ())))
+
+
+def _quantised(x, weight: QuantisedWeight, contracted: int):
+    lead, out = x.shape[: x.ndim - contracted], weight.shape[contracted:]
+    x_TK = x.reshape(math.prod(lead), -1)
+    x_TK = jnp.pad(x_TK, ((0, 0), (0, weight.backward.codes.shape[0] - x_TK.shape[1])))
+    port_KN = weight.port.reshape(-1, math.prod(out))
+    port_KN = jnp.pad(port_KN, [(0, a - b) for a, b in zip(weight.backward.codes.shape, port_KN.shape, strict=True)])
+    given = x_TK, weight.forward, weight.backward, port_KN
+    axes = varying(*jax.tree.leaves(given))
+    lifted = jax.tree.map(lambda a: vary(a, axes), given)
+    return _linear(*lifted, weight.recipe, tuple(sorted(axes)))[:, : math.prod(out)].reshape(*lead, *out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _linear(x_TK, forward, backward, port_KN, recipe: GemmRecipe, axes):
+    x = quantize(x_TK, recipe.x)
+    return product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
+
+
+def _forward(x_TK, forward, backward, port_KN, recipe: GemmRecipe, axes):
+    x, columns = two_ways(x_TK, recipe.x, recipe.x_wgrad)
+    y_TN = product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
+    kept = jax.tree.map(lambda a: checkpoint_name(a, KEPT), bits(columns))
+    return y_TN, (kept, backward)
+
+
+def _backward(recipe: GemmRecipe, axes, kept, g_TN):
+    columns, backward = kept
+    keys = random_keys(g_TN, axes) if recipe.dy.stochastic else (None, None)
+    dy, dy_columns = two_ways(g_TN, recipe.dy, recipe.dy_wgrad, keys)
+    dx_TK = product(dy, codes(backward, recipe.w_dgrad), recipe.dy, g_TN.dtype)
+    dw_KN = weight_gradient(codes(columns, recipe.x_wgrad), dy_columns, recipe.x_wgrad)
+    return dx_TK, None, None, dw_KN
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def two_ways(x_RD, rows: Format, columns: Format, keys: Sequence = (None, None)) -> tuple[Quantised, Quantised]:
+    """x along its rows, and its transpose along x's columns; R is filled with zeros to whole tiles of the second."""
+    missing = -x_RD.shape[0] % 128
+    padded_RD = jnp.pad(x_RD, ((0, missing), (0, 0)))
+    if rows == columns and not missing and not rows.stochastic:
+        return quantize_both(x_RD, rows)
+    return quantize(x_RD, rows, key=keys[0]), quantize(padded_RD, columns, transpose=True, key=keys[1])
+
+
+def random_keys(g, axes) -> tuple[jax.Array, jax.Array]:
+    """Two keys for rounding a gradient stochastically, of its own bits and this device's place.
+
+    The bits stand in for step, micro-batch, layer and product, none of which a product knows: the same gradient is rounded
+    in the same way when it is computed again, another one in another. Devices that hold different rows must round by
+    different numbers, or their errors would not average out.
+    """
+    fingerprint = magnitude_bits(g.astype(jnp.float32)).sum(dtype=jnp.int32)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), fingerprint), _place(axes))
+    first, second = jax.random.split(key)
+    return first, second
+
+
+def _place(axes):
+    return lax.axis_index(axes) if axes else 0
