@@ -6,6 +6,7 @@ choices of experts that change. A second BF16 run whose weights were jittered sa
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,16 +96,18 @@ def precision_of(config: RunConfig, recipe: str) -> PrecisionConfig:
     return dataclasses.replace(config.precision, compute_dtype="bfloat16", **precision)
 
 
+def configured(config: RunConfig, recipe: str) -> RunConfig:
+    """The run with one recipe for every product."""
+    return dataclasses.replace(config, precision=precision_of(config, recipe))
+
+
 def compare(start: Start, recipes: Sequence[str], steps: int) -> dict[str, Compared]:
     """Every recipe, BF16 as "compute" and its jittered twin as "null"; in this order, which begins with the latter two.
 
     Raises ConfigError, before anything is compiled, for a recipe that this model, mesh or device cannot have.
     """
     names = [BASE, NULL, *[name for name in recipes if name not in (BASE, NULL)]]
-    configs = {
-        name: dataclasses.replace(start.config, precision=precision_of(start.config, BASE if name == NULL else name))
-        for name in names
-    }
+    configs = {name: configured(start.config, BASE if name == NULL else name) for name in names}
     fold = resolve_fold(start.config.parallel, jax.device_count())
     for config in configs.values():
         check(config)
@@ -116,7 +119,7 @@ def compare(start: Start, recipes: Sequence[str], steps: int) -> dict[str, Compa
     found = {}
     for name, config in configs.items():
         began = start if name != NULL else start._replace(state=_jittered(start.state))
-        losses = _losses(began, config, steps)
+        losses = losses_of(began, config, steps)
         if name == NULL:
             found[name] = found[BASE]._replace(losses=losses)
             continue
@@ -142,8 +145,15 @@ def _batch(start: Start, program: Program, step: int):
     return place_batch(lambda rows: start.data.train.batch(step, rows), step, program.batch)
 
 
-def _losses(start: Start, config: RunConfig, steps: int) -> np.ndarray:
-    program = build(config, resolve_fold(config.parallel, jax.device_count()))
+@functools.lru_cache(maxsize=4)
+def _program(config: RunConfig) -> Program:
+    """Built, and so compiled, once for all that ask for it one after another."""
+    return build(config, resolve_fold(config.parallel, jax.device_count()))
+
+
+def losses_of(start: Start, config: RunConfig, steps: int) -> np.ndarray:
+    """Language-model loss of every step from the start on."""
+    program = _program(config)
     state, losses = _put(start.state, program.state), []
     for step in range(start.step, start.step + steps):
         state, metrics = program.train(state, _batch(start, program, step))
@@ -153,7 +163,7 @@ def _losses(start: Start, config: RunConfig, steps: int) -> np.ndarray:
 
 def _gradients(start: Start, config: RunConfig) -> dict[str, np.ndarray]:
     """Of the first batch, by parameter, float64; those that are zero are left out."""
-    program = build(dataclasses.replace(config, optimizer=SGD), resolve_fold(config.parallel, jax.device_count()))
+    program = _program(dataclasses.replace(config, optimizer=SGD))
     params = _put(start.state.params, program.state.params)
     empty = jax.jit(program.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, program.state.optimizer))(params)
     state = _put(start.state._replace(params=None, optimizer=None), program.state._replace(params=None, optimizer=None))
@@ -170,7 +180,7 @@ def _gradients(start: Start, config: RunConfig) -> dict[str, np.ndarray]:
 def _choices(start: Start, config: RunConfig) -> np.ndarray | None:
     if not config.model.num_moe_layers:
         return None
-    program = build(config, resolve_fold(config.parallel, jax.device_count()))
+    program = _program(config)
     state = _put(start.state, program.state)
     return jax.device_get(program.record(state.params, state.router_bias, _batch(start, program, start.step)))
 

@@ -34,7 +34,7 @@ def quantised_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, 
 
     rows_RD: in the compute dtype, or `QuantisedRows` from the wire.
     """
-    if gate_up.recipe.name == "fp8_block":
+    if gate_up.recipe.name == "fp8_block" and gate_up.meter is None:
         return block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up, down)
     if isinstance(rows_RD, QuantisedRows):
         rows_RD = rows_RD.values()

@@ -17,6 +17,7 @@ from mesh.vma import vary, varying
 from moex.precision.linear import random_keys
 from moex.precision.products import grouped_product, grouped_sum
 from moex.precision.recipes import RECIPES, GemmRecipe
+from moex.precision.statistics import measure
 from moex.precision.weight import QuantisedWeight, bits, codes
 from pallas_kernels import swiglu
 from pallas_kernels.quantize import Format, Quantised, dequantize, hadamard, quantize, quantize_both
@@ -125,33 +126,34 @@ def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e):
     Returns: [R, N] like rows_RK. The gradient in the weight is float32.
     """
     port = weight.port.reshape(weight.backward.codes.shape)
-    given = rows_RK, sizes_e, weight.forward, weight.backward, port
+    given = rows_RK, sizes_e, weight.forward, weight.backward, port, weight.meter
     axes = varying(*jax.tree.leaves(given))
     return _grouped(*jax.tree.map(lambda x: vary(x, axes), given), weight.recipe, tuple(sorted(axes)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _grouped(rows_RK, sizes_e, forward, backward, port, recipe: GemmRecipe, axes):
-    return _grouped_forward(rows_RK, sizes_e, forward, backward, port, recipe, axes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _grouped(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes):
+    return _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe, axes)[0]
 
 
-def _grouped_forward(rows_RK, sizes_e, forward, backward, port, recipe: GemmRecipe, axes):
+def _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes):
     rows_RK = _in_use(rows_RK, sizes_e)
     x = _by_expert(rows_RK, recipe.x, sizes_e)
     y_RN = grouped_product(x, codes(forward, recipe.w), sizes_e, rows_RK.dtype)
     columns = bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True))
-    return y_RN, (columns, sizes_e, backward)
+    return y_RN, (columns, sizes_e, backward, None if meter is None else measure(rows_RK, recipe.x))
 
 
 def _grouped_backward(recipe: GemmRecipe, axes, kept, g_RN):
-    columns, sizes_e, backward = kept
+    columns, sizes_e, backward, measured = kept
     g_RN = _in_use(g_RN, sizes_e)
     keys = random_keys(g_RN, axes) if recipe.dy.stochastic else (None, None)
     dy = _by_expert(g_RN, recipe.dy, sizes_e, key=keys[0])
     dy_columns = _by_expert(g_RN, recipe.dy_wgrad, sizes_e, transpose=True, key=keys[1])
     drows_RK = grouped_product(dy, codes(backward, recipe.w_dgrad), sizes_e, g_RN.dtype)
     dw_eKN = grouped_sum(codes(columns, recipe.x_wgrad), dy_columns, sizes_e)
-    return drows_RK, None, None, None, dw_eKN
+    meter = None if measured is None else jnp.stack([measured, measure(g_RN, recipe.dy)])
+    return drows_RK, None, None, None, dw_eKN, meter
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

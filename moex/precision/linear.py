@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh.vma import vary, varying
 from moex.precision.products import product, weight_gradient
 from moex.precision.recipes import GemmRecipe
+from moex.precision.statistics import measure
 from moex.precision.weight import QuantisedWeight, bits, codes
 from pallas_kernels.quantize import Format, Quantised, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits
@@ -44,32 +45,33 @@ def _quantised(x, weight: QuantisedWeight, contracted: int):
     x_TK = jnp.pad(x_TK, ((0, 0), (0, weight.backward.codes.shape[0] - x_TK.shape[1])))
     port_KN = weight.port.reshape(-1, math.prod(out))
     port_KN = jnp.pad(port_KN, [(0, a - b) for a, b in zip(weight.backward.codes.shape, port_KN.shape, strict=True)])
-    given = x_TK, weight.forward, weight.backward, port_KN
+    given = x_TK, weight.forward, weight.backward, port_KN, weight.meter
     axes = varying(*jax.tree.leaves(given))
     lifted = jax.tree.map(lambda a: vary(a, axes), given)
     return _linear(*lifted, weight.recipe, tuple(sorted(axes)))[:, : math.prod(out)].reshape(*lead, *out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _linear(x_TK, forward, backward, port_KN, recipe: GemmRecipe, axes):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _linear(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
     x = quantize(x_TK, recipe.x)
     return product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
 
 
-def _forward(x_TK, forward, backward, port_KN, recipe: GemmRecipe, axes):
+def _forward(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
     x, columns = two_ways(x_TK, recipe.x, recipe.x_wgrad)
     y_TN = product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
     kept = jax.tree.map(lambda a: checkpoint_name(a, KEPT), bits(columns))
-    return y_TN, (kept, backward)
+    return y_TN, (kept, backward, None if meter is None else measure(x_TK, recipe.x))
 
 
 def _backward(recipe: GemmRecipe, axes, kept, g_TN):
-    columns, backward = kept
+    columns, backward, measured = kept
     keys = random_keys(g_TN, axes) if recipe.dy.stochastic else (None, None)
     dy, dy_columns = two_ways(g_TN, recipe.dy, recipe.dy_wgrad, keys)
     dx_TK = product(dy, codes(backward, recipe.w_dgrad), recipe.dy, g_TN.dtype)
     dw_KN = weight_gradient(codes(columns, recipe.x_wgrad), dy_columns, recipe.x_wgrad)
-    return dx_TK, None, None, dw_KN
+    meter = None if measured is None else jnp.stack([measured, measure(g_TN, recipe.dy)])
+    return dx_TK, None, None, dw_KN, meter
 
 
 _linear.defvjp(_forward, _backward)

@@ -26,7 +26,8 @@ class QuantisedWeight:
     whole numbers, so that autodiff passes them by.
     port: float32 zeros of the parameter's shape, never read: the cotangent of this array is the weight's gradient, summed
     and handed on in float32 whatever the codes are.  recipe, contracted: static; leading dims of a parameter that the
-    product sums over, after the experts'.
+    product sums over, after the experts'.  meter: float32 zeros [2, `statistics.SIZE`] whose cotangent are measurements of
+    x and dy, or None, as in training.
     """
 
     forward: Quantised
@@ -34,6 +35,7 @@ class QuantisedWeight:
     port: jax.Array
     recipe: GemmRecipe = dataclasses.field(metadata=dict(static=True))
     contracted: int = dataclasses.field(default=1, metadata=dict(static=True))
+    meter: jax.Array | None = None
 
     def __getitem__(self, index):
         """`[...]` is itself, as of the array that it stands in for."""
