@@ -199,6 +199,15 @@ CONFIGURATIONS = {
     "--train.batch-size=1000000": ["data:", "windows", "lower rows, accumulation or seq_len"],
     "--checkpoint.keep=0": ["checkpoint.keep must be at least 1"],
     "--observe.log-every=0": ["observe.log_every=0 must be at least 1"],
+    "--precision=fp8_block --precision.experts=fp8_block": ["precision.experts=fp8_block is precision.recipe already"],
+    "--precision.mlp=mxfp8": ["precision.mlp=mxfp8 has no effect: the model has no such products"],
+    "--precision.wire=both": ["precision.wire=both has no effect with transport local: no row travels"],
+    "--precision.wire=both --parallel.ep=8 --parallel.transport=alltoall --model.d-model=192": [
+        "precision.wire=both has a scale for 128 numbers", "model.d_model=192"],
+    "--precision.gather=codes": ["precision.gather=codes has no effect without a recipe"],
+    "--precision=mxfp8 --precision.gather=codes": ["gather=codes: mxfp8 needs a weight's codes along both dims"],
+    "--precision.emulate True": ["precision.emulate has no effect without a recipe"],
+    "--precision=nvfp4 --memory.stash experts": ["memory.stash: experts in nvfp4 keep codes along tokens"],
     "--observe.sample-prompt=": ["observe.sample_prompt is empty", "set sample_tokens to 0"],
 }  # fmt: skip
 

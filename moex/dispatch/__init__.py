@@ -13,7 +13,7 @@ from mesh import collectives
 from mesh.fold import Fold
 from moex.dispatch import allgather, alltoall, local, ragged
 from moex.dispatch.budget import Budget, budget, within_capacity, worst_case
-from moex.dispatch.plan import Need, Plan
+from moex.dispatch.plan import Need, Plan, Routes, Rows
 
 __all__ = [
     "TRANSPORTS",
@@ -22,6 +22,8 @@ __all__ = [
     "Plan",
     "budget",
     "combine",
+    "first_hop",
+    "onward",
     "plan",
     "relative_need",
     "send",
@@ -97,6 +99,18 @@ def send(transport: str, x_TD, plan: Plan, fold: Fold):
     """Token rows [T, D] -> rows [R, D] of this device's experts."""
     x_TD = collectives.all_gather(x_TD, fold.expert.etp, dim=0)
     return TRANSPORTS[transport].send(x_TD, plan, fold.expert.ep)
+
+
+def first_hop(transport: str, plan: Plan, fold: Fold) -> Rows | None:
+    """Where `send` copies this device's rows to before any of them travels; None where whole tokens travel first."""
+    if fold.size(fold.expert.etp) > 1 or transport == "allgather":
+        return None
+    return plan.sent if isinstance(plan, Routes) else plan if isinstance(plan, Rows) else None
+
+
+def onward(transport: str, rows, plan: Plan, fold: Fold):
+    """The rest of `send`, for rows that stand as `first_hop` says."""
+    return rows if transport == "local" else TRANSPORTS[transport].onward(rows, plan, fold.expert.ep)
 
 
 def send_pairs(transport: str, weights_Tk, plan: Plan, fold: Fold):

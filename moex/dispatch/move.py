@@ -1,44 +1,27 @@
 """Rows by index, with a transpose that is also rows by index.  N source rows, M result rows, j terms a row."""
 
-import jax
 import jax.numpy as jnp
 
 from mesh.vma import vary, varying
+from pallas_kernels.combine import combine
+from pallas_kernels.permute import permute
 
 
 def move(x_ND, out_from_Mj, in_to_Ni):
     """y[m] = sum over j of x[out_from[m, j]], in the order of j; an index of -1 adds nothing.
 
-    Both directions are gathers with a fixed order of sums: no atomics, the same bits every time.
+    Either a row goes to many places or many rows are summed to one: i or j is 1. Both directions are gathers with a fixed
+    order of float32 sums: no atomics, the same bits every time; by kernels where they run.
 
     Args:
-      x_ND: rows, any float dtype.
+      x_ND: rows, any float dtype; without sums any dtype.
       out_from_Mj: int32, the source rows of each result row.
       in_to_Ni: int32, the inverse map: the result rows that each source row goes to.
     """
-    axes = varying(x_ND, out_from_Mj, in_to_Ni)
-    return _move(*(vary(a, axes) for a in (x_ND, out_from_Mj, in_to_Ni)))
-
-
-@jax.custom_vjp
-def _move(x_ND, out_from_Mj, in_to_Ni):
-    rows = [jnp.where((i >= 0)[:, None], x_ND[jnp.maximum(i, 0)], 0) for i in out_from_Mj.T]
-    total = rows[0]
-    for row in rows[1:]:
-        total += row
-    return total
-
-
-def _move_fwd(x_ND, out_from_Mj, in_to_Ni):
-    return _move(x_ND, out_from_Mj, in_to_Ni), (out_from_Mj, in_to_Ni)
-
-
-def _move_bwd(maps, g_MD):
-    out_from_Mj, in_to_Ni = maps
-    return _move(g_MD, in_to_Ni, out_from_Mj), None, None
-
-
-_move.defvjp(_move_fwd, _move_bwd)
+    if out_from_Mj.shape[1] == 1:
+        return permute(x_ND, in_to_Ni, out_from_Mj[:, 0])
+    assert in_to_Ni.shape[1] == 1, "rows that are summed go to one place each"
+    return combine(x_ND, out_from_Mj, in_to_Ni[:, 0])
 
 
 def invert(index_M, size: int):

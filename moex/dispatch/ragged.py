@@ -51,7 +51,11 @@ def plan(experts_Tk, num_experts: int, budget: Budget, ep: Axes) -> Routes:
 
 
 def send(x_TD, plan: Routes, ep: Axes):
-    return local.send(_exchange(local.send(x_TD, plan.sent), plan.extra, _slots(plan), ep), plan.received)
+    return onward(local.send(x_TD, plan.sent), plan, ep)
+
+
+def onward(rows_SD, plan: Routes, ep: Axes):
+    return local.send(_exchange(rows_SD, plan.extra, _slots(plan), ep), plan.received)
 
 
 def send_pairs(weights_Tk, plan: Routes, ep: Axes):

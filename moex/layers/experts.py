@@ -34,7 +34,8 @@ def quantised_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, 
 
     rows_RD: in the compute dtype, or `QuantisedRows` from the wire.
     """
-    if gate_up.recipe.name == "fp8_block" and gate_up.meter is None:
+    of_blocks = all(width % 128 == 0 for width in down.shape[1:])
+    if gate_up.recipe.name == "fp8_block" and of_blocks and gate_up.meter is None:
         return block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up, down)
     if isinstance(rows_RD, QuantisedRows):
         rows_RD = rows_RD.values()

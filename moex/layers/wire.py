@@ -17,6 +17,7 @@ from moex import dispatch
 from moex.dispatch.plan import Plan
 from moex.precision.experts import QuantisedRows
 from moex.precision.weight import bits, codes
+from pallas_kernels.permute import quantize_and_permute
 from pallas_kernels.quantize import Format, Quantised, dequantize, quantize
 
 
@@ -74,14 +75,22 @@ _combine.defvjp(lambda rows, plan, *static: (_combine(rows, plan, *static), plan
 
 def _travel(x_TD, plan, transport: str, fold: Fold, format: Format) -> Quantised:
     """Bits of x's codes, and scales, where `dispatch.send` takes them."""
-    written = bits(quantize(x_TD, format))
-    exponents = lax.bitcast_convert_type(written.scales, jnp.int32) >> 23  # NaN has 255, 2^-127 has 0
-    letter_TB = jnp.concatenate([written.codes, exponents.astype(jnp.uint8)], axis=1)
-    arrived_RB = dispatch.send(transport, letter_TB, plan, fold)
+    if (hop := dispatch.first_hop(transport, plan, fold)) is None:
+        arrived_RB = dispatch.send(transport, _letters(quantize(x_TD, format)), plan, fold)
+    else:  # quantised and copied to its places from one read
+        written = quantize_and_permute(x_TD, hop.row_of_pair_Tk, hop.token_of_row_R, format)
+        arrived_RB = dispatch.onward(transport, _letters(written), plan, fold)
     codes_RD, exponents = jnp.split(arrived_RB, [x_TD.shape[1]], axis=1)
     exponents = exponents.astype(jnp.int32)
     scales = lax.bitcast_convert_type(jnp.where(exponents == 0, _TWO_TO_MINUS_127, exponents << 23), jnp.float32)
     return Quantised(codes_RD, jnp.where(exponents == 255, jnp.nan, scales))
+
+
+def _letters(written: Quantised):
+    """uint8 [..., D + D / 128]: codes, then exponents of their scales."""
+    written = bits(written)
+    exponents = lax.bitcast_convert_type(written.scales, jnp.int32) >> 23  # NaN has 255, 2^-127 has 0
+    return jnp.concatenate([written.codes, exponents.astype(jnp.uint8)], axis=1)
 
 
 _TWO_TO_MINUS_127 = 1 << 22

@@ -18,7 +18,7 @@ from moex.precision.linear import random_keys
 from moex.precision.products import grouped_product, grouped_sum
 from moex.precision.recipes import RECIPES, GemmRecipe
 from moex.precision.statistics import measure
-from moex.precision.weight import QuantisedWeight, bits, codes
+from moex.precision.weight import QuantisedWeight, bits, codes, whole_tiles
 from pallas_kernels import swiglu
 from pallas_kernels.quantize import Format, Quantised, dequantize, hadamard, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits
@@ -125,10 +125,12 @@ def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e):
     Args: rows_RK: in the compute dtype, R a multiple of 128, experts' rows as `block_expert_mlp` wants them.
     Returns: [R, N] like rows_RK. The gradient in the weight is float32.
     """
-    port = weight.port.reshape(weight.backward.codes.shape)
-    given = rows_RK, sizes_e, weight.forward, weight.backward, port, weight.meter
+    port_eKN, tile = weight.port.reshape(weight.port.shape[0], rows_RK.shape[1], -1), weight.recipe.tile
+    rows_RK = whole_tiles(rows_RK, tile, (-1,))
+    given = rows_RK, sizes_e, weight.forward, weight.backward, whole_tiles(port_eKN, tile), weight.meter
     axes = varying(*jax.tree.leaves(given))
-    return _grouped(*jax.tree.map(lambda x: vary(x, axes), given), weight.recipe, tuple(sorted(axes)))
+    lifted = jax.tree.map(lambda x: vary(x, axes), given)
+    return _grouped(*lifted, weight.recipe, tuple(sorted(axes)))[:, : port_eKN.shape[2]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))

@@ -16,7 +16,7 @@ from mesh.vma import vary, varying
 from moex.precision.products import product, weight_gradient
 from moex.precision.recipes import GemmRecipe
 from moex.precision.statistics import measure
-from moex.precision.weight import QuantisedWeight, bits, codes
+from moex.precision.weight import QuantisedWeight, bits, codes, whole_tiles
 from pallas_kernels.quantize import Format, Quantised, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits
 
@@ -41,10 +41,8 @@ def linear(x, weight, *, contracted: int = 1):
 
 def _quantised(x, weight: QuantisedWeight, contracted: int):
     lead, out = x.shape[: x.ndim - contracted], weight.shape[contracted:]
-    x_TK = x.reshape(math.prod(lead), -1)
-    x_TK = jnp.pad(x_TK, ((0, 0), (0, weight.backward.codes.shape[0] - x_TK.shape[1])))
-    port_KN = weight.port.reshape(-1, math.prod(out))
-    port_KN = jnp.pad(port_KN, [(0, a - b) for a, b in zip(weight.backward.codes.shape, port_KN.shape, strict=True)])
+    x_TK = whole_tiles(x.reshape(math.prod(lead), -1), weight.recipe.tile, (-1,))
+    port_KN = whole_tiles(weight.port.reshape(-1, math.prod(out)), weight.recipe.tile)
     given = x_TK, weight.forward, weight.backward, port_KN, weight.meter
     axes = varying(*jax.tree.leaves(given))
     lifted = jax.tree.map(lambda a: vary(a, axes), given)

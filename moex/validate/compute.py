@@ -68,11 +68,12 @@ def precision_problems_on(config: RunConfig, folded: Fold, device_kind: str) -> 
     """Recipes whose tiles don't fill an expert's part of this mesh, or that this kind of device has no hardware for."""
     precision, model, problems = resolve(config.precision), config.model, []
     there = dict(mlp=model.num_dense_layers, shared=model.shared_width, experts=model.num_moe_layers)
-    if (recipe := precision.experts) and model.num_moe_layers:
+    on_gpu = device_kind.startswith("NVIDIA") and not config.precision.emulate
+    if (recipe := precision.experts) and model.num_moe_layers and on_gpu:
         width = model.expert_width // folded.size("etp")
         if model.d_model % recipe.tile or width % recipe.tile:
             problems.append(
-                f"precision.experts: {recipe.name} has tiles of {recipe.tile}: model.d_model={model.d_model} and "
+                f"precision.experts: kernels of {recipe.name} have tiles of {recipe.tile}: model.d_model={model.d_model} and "
                 f"expert_width / etp={width} must be multiples of it; set it to compute"
             )
     for kind in KINDS:
