@@ -133,6 +133,7 @@ def test_folder_holds_all_that_a_reader_needs(finished):
         "checkpoints",
         "report.html",
         "routing",
+        "tb",
     }
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["3", "6"]
     assert "<svg" in (finished / "report.html").read_text()

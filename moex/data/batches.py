@@ -13,6 +13,7 @@ from moex.data.ramp import Ramp
 from moex.data.rows import PADDING_ID, Rows
 
 _MAX_ROWS = 2**32  # grain shuffles 32-bit indices
+_PROPORTIONS = 100  # grain's mixture counts in hundredths of the smallest weight
 
 
 class Batches:
@@ -23,8 +24,8 @@ class Batches:
     all steps before it; a step may straddle epochs. There is no iterator state and no dependence on hosts.
 
     Args: sources, the rows of each corpus. rows is B, over all hosts; accumulation is A, after a ramp. seed selects the
-    order, 0 to 2**32 - 1. weights, share of rows from each source; their number of rows otherwise, so that all are seen
-    equally often. sizes, A B by step; constant otherwise. shuffle=False keeps corpus order, and allows less than one
+    order, 0 to 2**32 - 1. weights, share of rows from each source, to a hundredth of the smallest; their numbers of rows
+    otherwise, so that all are seen about equally often. sizes, A B by step; constant otherwise. shuffle=False keeps corpus order, and allows less than one
     step, for `eval_batches`.
     Raises ValueError for sizes out of range, for sources with fewer rows than a step takes, and for bad weights.
     """
@@ -144,7 +145,8 @@ def _shares(weights: Sequence[float], counts: Sequence[int]) -> list[float]:
             f"weights {list(weights)} must be above 0 and finite; leave out a corpus that is not to be seen"
         )
     chosen = weights or counts
-    return [w / sum(chosen) for w in chosen]
+    whole = [int(w * _PROPORTIONS / min(chosen)) for w in chosen]  # as grain's mixture rounds them
+    return [w / sum(whole) for w in whole]
 
 
 def _shuffled(sources: Sequence[Rows], firsts: list[int], weights: list[float], seed: int) -> Callable[[int], int]:
@@ -158,8 +160,9 @@ def _shuffled(sources: Sequence[Rows], firsts: list[int], weights: list[float], 
         rows = grain.MapDataset.range(firsts[number], firsts[number + 1])
         return rows.seed(own).shuffle().repeat()
 
-    ordered = [endless(number) for number in range(len(sources))]
-    return (ordered[0] if len(ordered) == 1 else grain.MapDataset.mix(ordered, weights)).__getitem__
+    ordered: list[Any] = [endless(number) for number in range(len(sources))]
+    mixed: Any = ordered[0] if len(ordered) == 1 else grain.MapDataset.mix(ordered, weights)
+    return lambda place: mixed[place]
 
 
 def _at_least(field: str, value: int, least: int) -> int:

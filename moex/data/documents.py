@@ -1,7 +1,6 @@
 """Documents out of files: plain text, JSON lines, Parquet."""
 
 import gzip
-import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,7 +33,9 @@ def read_documents(inputs: Iterable[Path], field: str = "text", prompt_field: st
             elif path.name.endswith(_COLUMNS):
                 yield from _from_columns(path, field, prompt_field)
             elif prompt_field:
-                raise ValueError(f"{path} is plain text, which has no field {prompt_field!r}; prompts need .jsonl or .parquet")
+                raise ValueError(
+                    f"{path} is plain text, which has no field {prompt_field!r}; prompts need .jsonl or .parquet"
+                )
             else:
                 yield Document(path.read_text("utf-8"), "", str(path))
         except UnicodeDecodeError as error:
@@ -55,8 +56,8 @@ def _files(inputs: Iterable[Path]) -> Iterator[Path]:
 
 
 def _from_lines(path: Path, field: str, prompt_field: str) -> Iterator[Document]:
-    raw = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-    with raw, io.TextIOWrapper(raw, "utf-8") as lines:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -87,12 +88,13 @@ def _from_columns(path: Path, field: str, prompt_field: str) -> Iterator[Documen
 def _document(record: object, field: str, prompt_field: str, place: str) -> Document:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: must be an object, not {type(record).__name__}")
-    values = []
-    for name in (field, prompt_field):
-        value = record.get(name) if name else ""
-        if not isinstance(value, str):
-            raise ValueError(f"{place}: no text under {name!r}; it has {', '.join(map(str, record))}")
-        if value.encode("utf-8", "ignore").decode() != value:
-            raise ValueError(f"{place}: {name!r} holds half a surrogate pair, which is no text")
-        values.append(value)
-    return Document(*values, place)
+    return Document(_text(record, field, place), _text(record, prompt_field, place) if prompt_field else "", place)
+
+
+def _text(record: dict, name: str, place: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: no text under {name!r}; it has {', '.join(map(str, record))}")
+    if value.encode("utf-8", "ignore").decode() != value:
+        raise ValueError(f"{place}: {name!r} holds half a surrogate pair, which is no text")
+    return value

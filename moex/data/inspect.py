@@ -1,5 +1,6 @@
 """A batch as a person reads it: each row's documents, and which of their tokens are learned."""
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,7 +11,9 @@ from moex.data.tokenizers import Tokenizer
 _LEGEND = "bold: learned   dim: input only (a prompt, or before a boundary)   │: a document begins   ·: padding"
 
 
-def render_batch(batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, sources: Mapping[int, str] | None = None) -> Text:
+def render_batch(
+    batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, sources: Mapping[int, str] | None = None
+) -> Text:
     """The rows of `Batches.batch`, decoded token by token.  A token is shown bold where it is a label that counts.
 
     Off a terminal, where bold cannot be seen, the numbers before each document say the same.
@@ -47,7 +50,7 @@ def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> Text:
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
     """Stretches of equal flags."""
     cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
-    return [(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if a < b]
+    return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 def _visible(text: str) -> str:

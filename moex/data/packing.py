@@ -58,7 +58,7 @@ def best_fit(length_P: np.ndarray, capacity: int) -> np.ndarray:
     row_P = np.empty(len(length_P), np.int64)
     order = np.argsort(-length_P, kind="stable")
     lengths, begins = np.unique(-length_P[order], return_index=True)
-    ends = np.append(begins[1:], len(order))
+    ends = np.append(begins, len(order))[1:]
     room: dict[int, list[np.ndarray]] = {}  # rows that have this many tokens left
     rooms: list[int] = []  # its keys, sorted
     num_rows = 0

@@ -43,3 +43,8 @@ class Ramp:
         """Rows of all steps before `step`."""
         stage = bisect.bisect_right(self._steps, step) - 1
         return self._samples[stage] + (step - self._steps[stage]) * self._sizes[stage]
+
+    def sizes_between(self, first: int, stop: int) -> tuple[int, ...]:
+        """Each size that a step from `first` up to `stop` has, rising."""
+        borders = [first, *(step for step in self._steps if first < step < stop)]
+        return tuple(dict.fromkeys(self.size(step) for step in borders))

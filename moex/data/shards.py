@@ -72,8 +72,8 @@ def open_shards(location: str) -> Corpus:
     folder = path_of(location)
     index = read_index(location)
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
-    splits = [_split(folder, index["splits"].get(name), dtype, index["vocab_size"]) for name in SPLITS]
-    return Corpus(location, *splits, _tokenizer(folder, index), _fingerprint(index))
+    train, held_out = (_split(folder, index["splits"].get(name), dtype, index["vocab_size"]) for name in SPLITS)
+    return Corpus(location, train, held_out, _tokenizer(folder, index), _fingerprint(index))
 
 
 def read_index(location: str) -> dict[str, Any]:
@@ -161,12 +161,22 @@ class _Lazy:
 
     def __init__(self, path: Any, about: dict[str, Any], vocab_size: int):
         self._path, self._about = path, about
-        self.name, self.digest, self.vocab_size, self.end = about["name"], about["sha256"], vocab_size, about["end"]
+        self._read: FromFile | None = None
+        self.name: str = about["name"]
+        self.digest: str = about["sha256"]
+        self.vocab_size = vocab_size
+        self.end: int | None = about["end"]
 
-    def __getattr__(self, name: str):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(FromFile(self._path.read_text(), self._about["end_token"], self.name), name)
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._tokenizer().encode(texts)
+
+    def decode(self, ids) -> str:
+        return self._tokenizer().decode(ids)
+
+    def _tokenizer(self) -> FromFile:
+        if self._read is None:
+            self._read = FromFile(self._path.read_text(), self._about["end_token"], self.name)
+        return self._read
 
 
 def _fingerprint(index: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def stdlib_corpus(limit_bytes: int | None = None) -> Corpus:
                 + (f" by limit_bytes={limit_bytes}; raise it (100000 is enough)" if limit_bytes is not None else "")
             )
     name = f"stdlib-{platform.python_version()}"
-    return Corpus(name, *map(_split, splits), Bytes(), fingerprint(*splits))
+    return Corpus(name, _split(splits[0]), _split(splits[1]), Bytes(), fingerprint(*splits))
 
 
 def _split(tokens: Tokens) -> Split:

@@ -38,16 +38,20 @@ def write_corpus(
     dtype = next(d for d in map(np.dtype, TOKEN_DTYPES) if np.iinfo(d).max >= tokenizer.vocab_size - 1)
     size = tokenizer.vocab_size
     writers = {name: _SplitWriter(folder, name, dtype, size, shard_tokens, prompts) for name in SPLITS}
-    for some in itertools.batched(documents, _DOCUMENTS_AT_ONCE):
-        some = [d for d in some if d.text.strip()]
-        texts, prompts = tokenizer.encode([d.text for d in some]), tokenizer.encode([d.prompt for d in some])
-        for document, text, prompt in zip(some, texts, prompts, strict=True):
+    for some in itertools.batched((d for d in documents if d.text.strip()), _DOCUMENTS_AT_ONCE):
+        texts = tokenizer.encode([document.text for document in some])
+        before = tokenizer.encode([document.prompt for document in some])
+        for document, text, prompt in zip(some, texts, before, strict=True):
             writers[SPLITS[_hash(document) < held_out * _HASHED]].add(document, prompt, text, tokenizer.end)
     splits = {name: writer.close() for name, writer in writers.items() if writer.num_documents}
     if "train" not in splits:
         raise ValueError("no document with text is left to train on: check the inputs, the field and held_out")
     index = dict(
-        format=FORMAT, dtype=dtype.name, vocab_size=tokenizer.vocab_size, tokenizer=_about(folder, tokenizer), splits=splits
+        format=FORMAT,
+        dtype=dtype.name,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=_about(folder, tokenizer),
+        splits=splits,
     )
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     return index

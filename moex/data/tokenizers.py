@@ -29,7 +29,10 @@ class Tokenizer(Protocol):
 class Bytes:
     """One byte of UTF-8 a token; byte 0 ends a document."""
 
-    name, vocab_size, digest, end = "bytes", BYTE_VOCAB_SIZE, "bytes", END_OF_DOCUMENT
+    name: str = "bytes"
+    vocab_size: int = BYTE_VOCAB_SIZE
+    digest: str = "bytes"
+    end: int | None = END_OF_DOCUMENT
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -57,12 +60,16 @@ class FromFile:
             raise ValueError(f"{name} has no token {end_token!r}; its special tokens are {', '.join(known) or 'none'}")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(one.ids, np.uint32) for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            np.asarray(one.ids, np.uint32)
+            for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids) -> str:
         """Special tokens are shown; ids past the vocabulary read as U+FFFD."""
         known = [int(i) for i in np.asarray(ids).reshape(-1)]
-        parts, run = [], []
+        parts: list[str] = []
+        run: list[int] = []
         for i in [*known, None]:
             if i is not None and 0 <= i < self.vocab_size:
                 run.append(i)
