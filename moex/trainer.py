@@ -158,7 +158,7 @@ class _Loop:
                     self._record(self._evaluate(state) if evaluating and not preempted else {}, ready)
                 if saving:
                     began = time.perf_counter()
-                    self.checkpoints.save(done, state)
+                    self.checkpoints.save(done, state, self._facts())
                     self.log.event("checkpoint", step=done, seconds=time.perf_counter() - began)
                 if preempted:
                     self.log.event("preempted", step=done)
@@ -216,6 +216,10 @@ class _Loop:
     def _batch(self, step: int):
         abstract = self.by_size[self.sizes.size(step)][0].batch
         return place_batch(lambda rows: self.data.train.batch(step, rows), step, abstract)
+
+    def _facts(self) -> dict[str, Any]:
+        names = ("mesh", "num_devices", "device_kind", "corpus", "corpus_fingerprint", "parameters")
+        return {name: self.derived[name] for name in names} | dict(jax=jax.__version__, processes=jax.process_count())
 
     def _record_routing(self, step: int, state: TrainState, batch) -> None:
         """Writes which experts every token of the batch chooses, before any is dropped."""

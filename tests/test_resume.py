@@ -15,10 +15,10 @@ from moex.checkpoint import open_step
 from moex.data import Ramp, open_corpus
 from moex.data.__main__ import main as data_main
 from moex.observe.jsonl import read_jsonl
+from moex.observe.metrics import TIMED
 from moex.train.state import counted
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = {"tokens_per_s", "model_tflops", "step_s", "data_s", "eval_s", "time"}
 STEPS, EVERY = 10, 3
 RAMP = ["--train.batch-size=16", "--train.accumulation=2", "--train.ramp-sizes", "8", "--train.ramp-samples", "40"]
 ARGUMENTS = [
@@ -92,7 +92,7 @@ def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes
 
 
 def lines_of(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_jsonl(folder / "metrics.jsonl")]
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in read_jsonl(folder / "metrics.jsonl")]
 
 
 def events_of(folder: Path, kind: str) -> list[dict]:

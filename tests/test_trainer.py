@@ -18,12 +18,12 @@ from moex.checkpoint import open_step
 from moex.cli import load, parse
 from moex.observe import routing
 from moex.observe.jsonl import read_jsonl
-from moex.observe.metrics import STEP_FIELDS, check_step
+from moex.observe.metrics import STEP_FIELDS, TIMED, check_step
 from moex.observe.report import write_report
 from moex.train.step import NEEDS
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = {"tokens_per_s", "model_tflops", "step_s", "time"}
+TIMES = set(TIMED)
 ARGUMENTS = [
     "tiny", "--model.d-model=32", "--model.num-layers=2", "--model.expert-width=16", "--train.steps=6",
     "--train.seq-len=32", "--optimizer.warmup-steps=2", "--checkpoint.every-steps=3", "--observe.eval-every=4",

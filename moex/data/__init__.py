@@ -4,7 +4,7 @@ from moex.data.batches import Batches
 from moex.data.corpus import Corpus, Split, check_mixture, mixed_entropy
 from moex.data.packing import pack
 from moex.data.prefetch import Prefetch
-from moex.data.ramp import Ramp
+from moex.data.ramp import Ramp, ramp_of
 from moex.data.rows import Packed, Rows, Windows
 from moex.data.shards import open_shards
 from moex.data.stdlib import stdlib_corpus
@@ -31,6 +31,7 @@ __all__ = [
     "open_corpus",
     "open_shards",
     "pack",
+    "ramp_of",
     "stdlib_corpus",
     "unigram_entropy",
 ]

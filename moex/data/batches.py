@@ -25,8 +25,8 @@ class Batches:
 
     Args: sources, the rows of each corpus. rows is B, over all hosts; accumulation is A, after a ramp. seed selects the
     order, 0 to 2**32 - 1. weights, share of rows from each source, to a hundredth of the smallest; their numbers of rows
-    otherwise, so that all are seen about equally often. sizes, A B by step; constant otherwise. shuffle=False keeps corpus order, and allows less than one
-    step, for `eval_batches`.
+    otherwise, so that all are seen about equally often. sizes, A B by step; constant otherwise. shuffle=False keeps corpus
+    order, and allows less than one step, for `eval_batches`.
     Raises ValueError for sizes out of range, for sources with fewer rows than a step takes, and for bad weights.
     """
 

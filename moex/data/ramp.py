@@ -4,6 +4,8 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+from moex.config import TrainConfig
+
 
 class Ramp:
     """A step's rows as a function of its number alone.
@@ -48,3 +50,8 @@ class Ramp:
         """Each size that a step from `first` up to `stop` has, rising."""
         borders = [first, *(step for step in self._steps if first < step < stop)]
         return tuple(dict.fromkeys(self.size(step) for step in borders))
+
+
+def ramp_of(train: TrainConfig) -> Ramp:
+    """A run's batch sizes by step.  Raises ValueError as `Ramp` does."""
+    return Ramp(train.batch_size, train.ramp_sizes, train.ramp_samples)

@@ -15,7 +15,7 @@ import numpy as np
 from moex.observe.jsonl import decode, encode, iter_lines, read_jsonl, replace_file
 from moex.observe.trackers import Tracker, scalars
 
-__all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "RunLog", "check_step", "read_jsonl"]
+__all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "TIMED", "RunLog", "check_step", "read_jsonl"]
 
 STEP_FIELDS = {
     "step": "number of the step just done, from 0",
@@ -55,6 +55,8 @@ OPTIONAL_FIELDS = {
     "data_s": "seconds that the loop waited for this step's batch",
     "sample_ids": "numbers of the rows in the batch, [micro-batches][rows]",
 }
+TIMED = ("time", "step_s", "data_s", "eval_s", "tokens_per_s", "model_tflops", "mfu")
+"""Fields that differ between two runs of the same steps."""
 
 
 def check_step(record: Mapping[str, object]) -> None:

@@ -4,7 +4,7 @@ folder.
 
 from moex.startup.derived import derive, table
 from moex.startup.folder import check_existing, write_inputs
-from moex.startup.inputs import Data, load_data, ramp_of
+from moex.startup.inputs import Data, load_data
 from moex.startup.rules import balance_rules, memory_rules, routing_rules, transport_rules
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "derive",
     "load_data",
     "memory_rules",
-    "ramp_of",
     "routing_rules",
     "table",
     "transport_rules",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moex.config import RunConfig
-from moex.data import Batches, Corpus, Packed, Ramp, Rows, Split, Windows, check_mixture, mixed_entropy, open_corpus
+from moex.data import Batches, Corpus, Packed, Rows, Split, Windows, check_mixture, mixed_entropy, open_corpus, ramp_of
 from moex.validate import ConfigError
 
 
@@ -32,11 +32,6 @@ class Data(NamedTuple):
         """Of all that batches depend on: one corpus's own, or one over those of several, in their order."""
         prints = [corpus.fingerprint for corpus in self.corpora]
         return prints[0] if len(prints) == 1 else hashlib.sha256("\n".join(prints).encode()).hexdigest()
-
-
-def ramp_of(config: RunConfig) -> Ramp:
-    """The run's batch sizes by step."""
-    return Ramp(config.train.batch_size, config.train.ramp_sizes, config.train.ramp_samples)
 
 
 def load_data(config: RunConfig) -> Data:
@@ -70,7 +65,7 @@ def _batches(config: RunConfig, splits: Sequence[Split], weights: Sequence[float
     kind = Packed if config.data.packing == "documents" else Windows
     sources: list[Rows] = [kind(split.shards, train.seq_len) for split in splits]
     rows = train.batch_size // train.accumulation
-    sizes = ramp_of(config) if shuffle else None
+    sizes = ramp_of(config.train) if shuffle else None
     options = dict(rows=rows, accumulation=train.accumulation, seed=train.seed)
     return Batches(sources, **options, weights=weights, sizes=sizes, shuffle=shuffle)
 

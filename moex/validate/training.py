@@ -1,7 +1,7 @@
 """What of a run's length, optimizer, data and output contradicts itself."""
 
 from moex.config import RunConfig
-from moex.data import STDLIB, Ramp
+from moex.data import STDLIB, ramp_of
 from moex.models.decoder import Decoder
 from moex.observe.profile import parse_range
 from moex.train.optim import cooldown_steps, parse_scale, rates
@@ -113,7 +113,7 @@ def ramp_problems(config: RunConfig) -> list[str]:
     if not (train.ramp_sizes or train.ramp_samples):
         return []
     try:
-        Ramp(train.batch_size, train.ramp_sizes, train.ramp_samples)
+        ramp_of(train)
     except ValueError as error:
         return [f"train.ramp_sizes, ramp_samples, batch_size: {error}"]
     micro = train.batch_size // max(train.accumulation, 1)
