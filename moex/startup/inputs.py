@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from moex.config import RunConfig
 from moex.data import Batches, Corpus, Packed, Rows, Split, Windows, check_mixture, mixed_entropy, open_corpus, ramp_of
+from moex.data.inspect import render_batch
 from moex.validate import ConfigError
 
 
@@ -78,3 +80,12 @@ def _check_epochs(config: RunConfig, corpora: Sequence[Corpus], train: Batches) 
             f"data.max_epochs={limit:g}, but train.steps={config.train.steps} go {epochs[most]:.2f} times through"
             f" {corpora[most].name} ({train.sources[most].num_rows} rows): lower train.steps, batch_size or its weight"
         )
+
+
+def show_batch(config: RunConfig, step: int) -> None:
+    """Prints a step's batch as text, with masks and boundaries.  Raises ConfigError as `load_data` does."""
+    data = load_data(config)
+    batch = data.train.batch(step)
+    source_of = data.train.source_of(batch["sample_ids"]).reshape(-1).tolist()
+    names = {i: data.corpora[s].name for i, s in zip(batch["sample_ids"].reshape(-1).tolist(), source_of, strict=True)}
+    Console(soft_wrap=True).print(render_batch(batch, data.corpora[0].tokenizer, names))
