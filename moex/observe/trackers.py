@@ -4,6 +4,7 @@ L MoE layers, E experts.
 """
 
 import dataclasses
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,7 +76,7 @@ class WandB:
         kept = folder / "wandb_id"
         if not kept.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            kept.write_text(wandb.util.generate_id())
+            kept.write_text(secrets.token_hex(6))
         settings = dict(id=kept.read_text(), resume="allow", dir=str(folder), config=dataclasses.asdict(config))
         self._run = wandb.init(name=folder.name, **settings)
 
