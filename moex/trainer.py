@@ -294,7 +294,7 @@ class _Loop:
             return
         tokenizer = self.data.corpora[0].tokenizer
         prompt = tokenizer.encode([observe.sample_prompt])[0].tolist()[-self.config.train.seq_len :]
-        text = tokenizer.decode(generate(self.programs[-1], state, prompt, observe.sample_tokens))
+        text = tokenizer.decode(generate(self.programs[-1], state, [prompt], observe.sample_tokens)[0])
         step = self.config.train.steps
         self.log.event("sample", step=step, prompt=observe.sample_prompt, text=text)
         self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")

@@ -1,12 +1,16 @@
-"""`python -m moex.generate` on a run of three steps over eight devices."""
+"""`python -m moex.generate` and `moex.evaluate` on a run of three steps over eight devices."""
+
+import json
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mesh import ALONE
 from mesh.distributed import Start
-from moex import generate, trainer
+from moex import evaluate, generate, trainer
 from moex.checkpoint import open_step
 from moex.config import (
     AttentionConfig,
@@ -18,7 +22,8 @@ from moex.config import (
     RunConfig,
     TrainConfig,
 )
-from moex.layers.tokens import unpacked
+from moex.data import Windows, open_corpus
+from moex.layers.tokens import Tokens, unpacked
 from moex.models.decoder import Decoder
 
 pytestmark = pytest.mark.slow  # a training step compiled for eight devices, where no earlier run left it in the cache
@@ -42,7 +47,7 @@ def run(tmp_path_factory):
         folder=str(folder),
         model=MODEL,
         train=TrainConfig(steps=3, batch_size=8, seq_len=SEQ_LEN),
-        optimizer=OptimizerConfig(warmup_steps=1),
+        optimizer=OptimizerConfig(warmup_steps=1, ema_decay=0.5),
         precision=PrecisionConfig(compute_dtype="float32"),
         observe=ObserveConfig(eval_every=0, sample_tokens=0),
     )
@@ -101,12 +106,77 @@ def test_a_seed_names_a_text(text_of):
         (("--seed", "-1"), "seed=-1 in"),
         (("--prompt", "x" * (SEQ_LEN + 1)), f"the prompt has {SEQ_LEN + 1} tokens; it needs 1 to {SEQ_LEN}"),
         (("--prompt", ""), "the prompt has 0 tokens"),
+        (("--top-p", "0"), "top_p=0.0 above 0"),
+        (("--devices", "9"), "devices=9: this machine has 8"),
+        (("--devices", "8", "--parallel.ep", "8", "--parallel.transport", "alltoall"), "num_experts=4"),
         (("--step", "2"), "no checkpoint of step 2; it has [3]"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_the_reason(run, capsys, arguments, message):
     assert generate.main([str(run), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_texts_at_once_on_a_mesh_are_those_of_each_alone_on_one_device(text_of):
+    """Three prompts of different lengths over 8 devices, split three ways."""
+    prompts, options = ("import ", "x", "def f(a, b):"), ("--temperature", "0", "--num-tokens", "6")
+    alone = [text_of("--prompt", prompt, *options).removesuffix("\n") for prompt in prompts]
+    for split in (
+        ("--parallel.ep", "4", "--parallel.transport", "alltoall"),
+        ("--parallel.tp", "2", "--parallel.cp", "2", "--parallel.ep", "2", "--parallel.transport", "alltoall"),
+    ):
+        together = text_of("--prompt", *prompts, *options, "--devices", "8", *split)
+        assert together == "\n\n".join(alone) + "\n"
+
+
+def test_average_of_the_parameters_writes_otherwise(text_of):
+    options = ("--temperature", "1", "--num-tokens", "32")
+    assert text_of(*options, "--weights", "ema") != text_of(*options)
+
+
+def test_nucleus_keeps_the_likeliest_that_reach_the_share():
+    scores = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 0.0]]))
+    kept = lambda top_p: jnp.isfinite(generate.nucleus(scores, top_p))[0].astype(int).tolist()
+    assert [kept(p) for p in (0.01, 0.5, 0.51, 0.75, 0.76, 0.91, 1.0)] == [
+        [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1],
+    ]  # fmt: skip
+    assert jnp.isfinite(generate.nucleus(scores, 0.5)).sum(axis=-1).tolist() == [1, 2, 1]
+
+
+def test_a_narrow_nucleus_is_greedy_whatever_the_seed(text_of):
+    greedy = text_of("--temperature", "0", "--num-tokens", "12")
+    assert text_of("--temperature", "2", "--top-p", "1e-6", "--num-tokens", "12", "--seed", "7") == greedy
+
+
+def test_evaluation_offline_is_exact_on_any_mesh(run, capsys):
+    """Against the decoder called directly on the same rows, token by token."""
+    results = []
+    for split in (
+        (),
+        ("--devices", "8", "--parallel.tp", "2", "--parallel.ep", "4", "--parallel.transport", "alltoall"),
+    ):
+        assert evaluate.main([str(run), "--max-rows", "8", "--json", *split]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    one, other = results
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-6) and other["tokens"] == one["tokens"]
+    saved, decoder, corpus = open_step(run), Decoder(MODEL), open_corpus("stdlib")
+    rows = Windows(corpus.held_out.shards, SEQ_LEN).read(np.arange(8))
+    tokens = Tokens(*(jnp.asarray(rows[name]) for name in ("segments", "positions")), unpacked(8, SEQ_LEN).index)
+    hidden, _ = decoder.hidden(saved["params"], saved["router_bias"], rows["tokens"], tokens, ALONE, jnp.float32)
+    scores = jax.nn.log_softmax(hidden @ decoder.head(saved["params"])[: MODEL.vocab_size].T)
+    picked = jnp.take_along_axis(scores, rows["labels"][..., None], axis=-1)[..., 0]
+    assert one["loss"] == pytest.approx(-float(picked[rows["mask"]].mean()), rel=1e-5)
+    assert one["tokens"] == rows["mask"].sum()
+    assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
+    tokens_a_byte = corpus.held_out.num_tokens / corpus.held_out.num_bytes
+    assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2) * tokens_a_byte)
+
+
+def test_what_cannot_be_evaluated_is_named(run, tmp_path, capsys):
+    assert evaluate.main([str(run), "--max-rows", "-1"]) == 2
+    assert "max_rows=-1 must not be negative" in capsys.readouterr().err
+    assert evaluate.main([str(run), "--corpus", str(tmp_path)]) == 2
+    assert "has no index.json" in capsys.readouterr().err
 
 
 def test_what_is_no_run_folder_is_named(tmp_path, capsys):
