@@ -34,7 +34,7 @@ def pins() -> dict[str, Version]:
 
 
 @pytest.mark.parametrize(
-    "requirement", [*CORE, *EXTRAS["hf"], *EXTRAS["dev"], *EXTRAS["track"]], ids=lambda requirement: requirement.name
+    "requirement", [*CORE, *EXTRAS["data"], *EXTRAS["hf"], *EXTRAS["dev"], *EXTRAS["track"]], ids=lambda requirement: requirement.name
 )
 def test_each_dependency_is_pinned_within_its_range(requirement):
     assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
