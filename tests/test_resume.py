@@ -71,7 +71,7 @@ def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes
     """Runs train.py over eight devices in all, as one process or two; returns the first one's output."""
     saved = EVERY * ((kill_at or 0) // EVERY)
     start = ["-c", KILLED, str(folder), str(kill_at), str(saved)] if kill_at is not None else [str(ROOT / "train.py")]
-    environ = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    environ = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", PYTHONFAULTHANDLER="1")
     environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // num_processes}"
     places = [{}]
     if num_processes > 1:
@@ -85,7 +85,12 @@ def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes
     command = [sys.executable, *start, *arguments, f"--folder={folder}"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running = [subprocess.Popen(command, cwd=ROOT, env=environ | place, **pipes) for place in places]
-    outputs = [process.communicate(timeout=300)[0] for process in running]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in running]
+    except subprocess.TimeoutExpired:
+        for process in running:
+            process.send_signal(signal.SIGABRT)  # each says where it stands
+        pytest.fail("\n".join(process.communicate()[0] for process in running))
     expected = -signal.SIGKILL if kill_at is not None else 0
     assert [process.returncode for process in running] == [expected] * num_processes, "\n".join(outputs)
     return outputs[0]
