@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +12,23 @@ import pytest
 
 from mesh import ALONE
 from mesh.distributed import Start
-from moex import evaluate, generate, trainer
+from moex import generate, trainer
 from moex.checkpoint import open_step
 from moex.config import (
     AttentionConfig,
     ModelConfig,
     ObserveConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     RouterConfig,
     RunConfig,
     TrainConfig,
 )
 from moex.data import Windows, open_corpus
+from moex.evaluate import __main__ as evaluate
+from moex.evaluate.harness import harness_model
+from moex.evaluate.score import score
 from moex.layers.tokens import Tokens, unpacked
 from moex.models.decoder import Decoder
 
@@ -172,7 +178,66 @@ def test_evaluation_offline_is_exact_on_any_mesh(run, capsys):
     assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2) * tokens_a_byte)
 
 
+def test_scores_are_the_decoders_log_probabilities(run):
+    """Pairs of several lengths, one over the sequence length, on one device and on eight; a greedy one is known as such."""
+    saved, decoder, text = open_step(run), Decoder(MODEL), list(b"import sys, os; def f(x): return x")
+
+    @jax.jit
+    def log_probabilities(ids_BS):
+        tokens = unpacked(*ids_BS.shape)
+        x, _ = decoder.hidden(saved["params"], saved["router_bias"], ids_BS, tokens, ALONE, jnp.float32)
+        return jax.nn.log_softmax(x[0] @ decoder.head(saved["params"])[: MODEL.vocab_size].T)
+
+    pairs = [(text[:3], text[3:5]), (text[:1], text[1 : SEQ_LEN + 1]), (text[:20], text[20:25])]
+    best = [int(log_probabilities(jnp.array([text[:6]]))[-1].argmax())]
+    pairs.append((text[:6], best))
+    wanted = []
+    for context, continuation in pairs:
+        ids = np.array([*context, *continuation][-(SEQ_LEN + 1) :])
+        table = np.asarray(log_probabilities(jnp.asarray(ids[None, :-1])))
+        wanted.append(table[np.arange(len(ids) - 1), ids[1:]][-len(continuation) :].sum())
+    for devices, split in ((1, {}), (8, dict(cp=2, tp=2, ep=4, transport="alltoall"))):
+        program = generate.program_of(run, devices, ParallelConfig(**split))
+        found = score(program, generate.restored(program, run), pairs)
+        np.testing.assert_allclose([one.logp for one in found], wanted, rtol=1e-5)
+        assert found[-1].greedy and not found[1].greedy
+    with pytest.raises(ValueError, match="a context of 0 and a continuation of 1 tokens"):
+        score(program, program.state, [([], [1])])
+
+
+def test_the_harness_gets_what_it_asks_for(run, monkeypatch):
+    """With stand-ins for the two modules of lm-eval that the model is made of."""
+    window = lambda ids, prefix_token, max_seq_len, context_len: [([prefix_token], ids[:4]), (ids[:4], ids[4:])]
+    utils = types.SimpleNamespace(get_rolling_token_windows=window, make_disjoint_window=lambda pair: pair)
+    stand_ins = {"": {}, ".api": {}, ".api.model": dict(TemplateLM=object), ".utils": vars(utils)}
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", types.SimpleNamespace(__path__=[], **content))
+    program = generate.program_of(run)
+    state, tokenizer = generate.restored(program, run), open_corpus("stdlib").tokenizer
+    model = harness_model(program, state, tokenizer)
+    assert model.eot_token_id == 0 and model.tok_encode("ab") == [97, 98]
+    text = list(b"import")
+    pairs = [([0], text[:4]), (text[:4], text[4:])]
+    found = score(program, state, pairs)
+    assert model._loglikelihood_tokens([("", *pair) for pair in pairs]) == [tuple(one) for one in found]
+    request = lambda *args: types.SimpleNamespace(args=args)
+    assert model.loglikelihood_rolling([request("import")]) == pytest.approx([sum(one.logp for one in found)])
+    (plain,) = model.generate_until([request("import ", dict(max_gen_toks=6))])
+    (cut,) = model.generate_until([request("import ", dict(max_gen_toks=6, until=plain[2]))])
+    assert len(plain) > 2 and cut == plain.partition(plain[2])[0]
+
+
+def test_a_missing_harness_is_named(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluate.main([str(run), "--tasks", "x"]) == 2
+    assert "--tasks needs lm-eval: install moex-jax[eval]" in capsys.readouterr().err
+
+
 def test_what_cannot_be_evaluated_is_named(run, tmp_path, capsys):
+    assert evaluate.main([str(run), "--limit", "3"]) == 2
+    assert "limit and task_folder have no effect without --tasks" in capsys.readouterr().err
+    assert evaluate.main([str(run), "--tasks", "x", "--max-rows", "3"]) == 2
+    assert "have no effect with --tasks" in capsys.readouterr().err
     assert evaluate.main([str(run), "--max-rows", "-1"]) == 2
     assert "max_rows=-1 must not be negative" in capsys.readouterr().err
     assert evaluate.main([str(run), "--corpus", str(tmp_path)]) == 2

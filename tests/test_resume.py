@@ -29,7 +29,7 @@ ARGUMENTS = [
     "--observe.sample-ids", "True", "--data.packing=documents", "--data.weights", "0.6", "0.4",
 ]  # fmt: skip
 ONE_FOLDING = ["--parallel.ep=4", "--parallel.transport=alltoall"]
-OTHER_FOLDING = ["--parallel.tp=2", "--parallel.ep=8", "--parallel.transport=alltoall", "--parallel.zero=3"]
+OTHER_FOLDING = ["--parallel.tp=2", "--parallel.ep=4", "--parallel.transport=alltoall"]
 
 # The command line, with the process killed once it has logged a step and an earlier checkpoint is whole.
 KILLED = """

@@ -1,55 +1,23 @@
-"""Loss on held-out text, every predictable token once, weighed alike: in a run, and by `python -m moex.evaluate RUN`."""
+"""`python -m moex.evaluate RUN`: loss, perplexity and bits a byte of a checkpoint on held-out text; or tasks of lm-eval."""
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
 import tyro
 
 from moex import cli
 from moex.config import ParallelConfig
 from moex.data import Batches, Packed, Rows, Split, Windows, check_mixture, open_corpus
+from moex.evaluate import evaluate
+from moex.evaluate.harness import harness_model
 from moex.generate import program_of, restored
-from moex.train.placing import place_batch
 from moex.train.program import Program
-from moex.train.state import TrainState
-
-
-class Evaluation(NamedTuple):
-    """loss: nats a token. tokens: how many were predicted."""
-
-    loss: float
-    tokens: int
-
-
-def evaluate(programs: Sequence[Program], state: TrainState, batches: Batches, *, max_rows: int) -> Evaluation:
-    """Mean -log p of the held-out tokens in the first rows of `batches`, as many as `max_rows` and the batch size allow.
-
-    The rows read are always the same ones, so values of one run compare.
-
-    programs: with rising buffer sizes, the last of which cannot overflow; a batch is read again with the next where one
-    does. Raises ValueError when no token is predictable.
-    """
-    num = min(batches.num_eval_batches, max(1, max_rows // batches.rows_per_step))
-
-    def summed(by: Program, i: int):
-        batch = place_batch(lambda rows: batches.eval_batch(i, rows), 0, by.batch)
-        return by.eval(state.params, state.router_bias, batch)
-
-    sums = jax.device_get([summed(programs[0], i) for i in range(num)])
-    for larger in programs[1:]:
-        sums = [jax.device_get(summed(larger, i)) if one[2] else one for i, one in enumerate(sums)]
-    losses, counts, overflows = zip(*sums, strict=True)
-    assert not any(overflows), "the last program cannot overflow"
-    tokens = sum(int(c) for c in counts)
-    if not tokens:
-        raise ValueError("the held-out text has no token to predict")
-    return Evaluation(math.fsum(float(x) for x in losses) / tokens, tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,13 +41,24 @@ class Arguments:
     parallel: ParallelConfig = ParallelConfig()  # noqa: RUF009 (frozen)
     """How the devices are split; any way, whatever the run was trained on."""
     json: bool = False
-    """Print one JSON object a corpus."""
+    """Print one JSON object a corpus, or one for all tasks."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness to run in place of reading corpora (extra `eval`)."""
+    task_folder: str = ""
+    """A folder with tasks of your own, beside those that lm-eval brings."""
+    limit: int = 0
+    """Examples of each task, at most; 0 for all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line a corpus; exit code 2 with the reason when run, corpora or arguments don't fit."""
     args = tyro.cli(Arguments, args=arguments, prog="python -m moex.evaluate")
     try:
+        if args.tasks:
+            print(_run_tasks(args))
+            return 0
+        if args.limit or args.task_folder:
+            raise ValueError("limit and task_folder have no effect without --tasks")
         for result in evaluate_run(args):
             print(json.dumps(result) if args.json else _line(result))
     except ValueError as error:
@@ -110,6 +89,22 @@ def evaluate_run(args: Arguments) -> list[dict]:
         measures = dict(loss=found.loss, perplexity=math.exp(found.loss), bits_per_byte=bits_per_byte)
         results.append(dict(corpus=corpus.name) | measures | dict(tokens=found.tokens))
     return results
+
+
+def _run_tasks(args: Arguments) -> str:
+    """The table that lm-eval makes, or its numbers as JSON.  Raises ValueError when it isn't installed."""
+    if args.corpus or args.max_rows:
+        raise ValueError("corpus and max_rows have no effect with --tasks, which bring their own text")
+    program = program_of(args.run, args.devices, args.parallel)
+    state = restored(program, args.run, args.step, weights=args.weights)
+    tokenizer = open_corpus(program.config.data.corpus[0]).tokenizer
+    model = harness_model(program, state, tokenizer)
+    # Not before harness_model has said what is missing.
+    lm_eval, known, utils = (importlib.import_module(f"lm_eval{name}") for name in ("", ".tasks", ".utils"))
+    tasks = known.TaskManager(include_path=args.task_folder or None)
+    options = dict(tasks=list(args.tasks), limit=args.limit or None, task_manager=tasks)
+    found = lm_eval.simple_evaluate(model=model, bootstrap_iters=0, **options)  # its error bars fork, JAX has threads
+    return json.dumps(found["results"]) if args.json else utils.make_table(found)
 
 
 def _in_order(program: Program, split: Split) -> Batches:
