@@ -5,6 +5,7 @@ N steps, L MoE layers.
 
 import dataclasses
 import io
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -165,9 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.svg:
             console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True)
             console.print(dashboard(run, _last_sign(run)))
-            Path(args.svg).write_text(
-                console.export_svg(title=f"python -m moex.watch {args.run.name}", unique_id="watch")
-            )
+            drawn = console.export_svg(title=f"python -m moex.watch {args.run.name}", unique_id="watch")
+            # A picture fetches nothing: without rich's fonts from the network it takes a monospaced one that is there.
+            Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
         elif args.once:
             Console(width=_WIDTH).print(dashboard(run, time.time()))
         else:
