@@ -194,7 +194,7 @@ def program_of(run: Path, num_devices: int = 1, parallel: ParallelConfig = Paral
         raise ConfigError(f"devices={num_devices}: this machine has {jax.local_device_count()}")
     config = dataclasses.replace(cli.load(run / "config.json"), parallel=parallel)
     fold = resolve_fold(parallel, num_devices)
-    check_on(config, fold, jax.default_backend())
+    check_on(config, fold, jax.default_backend(), jax.devices()[0].device_kind)
     return build(ladder(config)[-1], fold, jax.local_devices()[:num_devices])  # its buffers cannot overflow
 
 

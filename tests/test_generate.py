@@ -183,10 +183,11 @@ def test_scores_are_the_decoders_log_probabilities(run):
     saved, decoder, text = open_step(run), Decoder(MODEL), list(b"import sys, os; def f(x): return x")
 
     @jax.jit
-    def log_probabilities(ids_BS):
-        tokens = unpacked(*ids_BS.shape)
-        x, _ = decoder.hidden(saved["params"], saved["router_bias"], ids_BS, tokens, ALONE, jnp.float32)
-        return jax.nn.log_softmax(x[0] @ decoder.head(saved["params"])[: MODEL.vocab_size].T)
+    def read(params, bias_LE, ids_BS):
+        x, _ = decoder.hidden(params, bias_LE, ids_BS, unpacked(*ids_BS.shape), ALONE, jnp.float32)
+        return jax.nn.log_softmax(x[0] @ decoder.head(params)[: MODEL.vocab_size].T)
+
+    log_probabilities = lambda ids_BS: read(saved["params"], saved["router_bias"], ids_BS)
 
     pairs = [(text[:3], text[3:5]), (text[:1], text[1 : SEQ_LEN + 1]), (text[:20], text[20:25])]
     best = [int(log_probabilities(jnp.array([text[:6]]))[-1].argmax())]
