@@ -4,6 +4,7 @@ L MoE layers, E experts.
 """
 
 import dataclasses
+import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 from moex.config import RunConfig
 from moex.observe.load import counts_array, load_entropy, max_over_mean
 
+PACKAGES = dict(tensorboard="tensorboardX", wandb="wandb", mlflow="mlflow")
+"""What each tracker imports; `validate` says when it is missing."""
 _LEFT_OUT = ("step", "time")
 _GROUPS = dict(
     loss=("loss", "lm_loss", "aux_loss", "z_loss", "sequence_loss", "global_loss"),
@@ -47,7 +50,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def open_trackers(config: RunConfig, folder: Path) -> list[Tracker]:
-    """The trackers that observe.trackers names.  Raises ValueError when one's package is missing."""
+    """The trackers that observe.trackers names."""
     makers = dict(tensorboard=TensorBoard, wandb=WandB, mlflow=MLflow)
     return [makers[name](config, folder) for name in config.observe.trackers]
 
@@ -72,7 +75,7 @@ class WandB:
     """A run of the project `moex`, or of WANDB_PROJECT, continued where the folder is.  WANDB_MODE=offline keeps it here."""
 
     def __init__(self, config: RunConfig, folder: Path):
-        wandb = _package("wandb")
+        wandb = importlib.import_module("wandb")
         kept = folder / "wandb_id"
         if not kept.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +94,7 @@ class MLflow:
     """A run of the experiment `moex`; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where."""
 
     def __init__(self, config: RunConfig, folder: Path):
-        self._mlflow = _package("mlflow")
+        self._mlflow = importlib.import_module("mlflow")
         kept = folder / "mlflow_id"
         known = kept.read_text() if kept.is_file() else None
         run = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name)
@@ -105,12 +108,3 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def _package(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise ValueError(
-            f"observe.trackers: {name} is not installed; install moex-jax[track] or leave it out"
-        ) from error

@@ -1,9 +1,12 @@
 """What of a run's length, optimizer, data and output contradicts itself."""
 
+import importlib.util
+
 from moex.config import RunConfig
 from moex.data import STDLIB, ramp_of
 from moex.models.decoder import Decoder
 from moex.observe.profile import parse_range
+from moex.observe.trackers import PACKAGES
 from moex.train.optim import cooldown_steps, parse_scale, rates
 from moex.validate.numbers import negative, not_above_zero
 
@@ -39,6 +42,8 @@ def training_problems(config: RunConfig) -> list[str]:
         problems.append(
             "observe.sample_prompt is empty: give generation a text to start from, or set sample_tokens to 0"
         )
+    if missing := [name for name in config.observe.trackers if importlib.util.find_spec(PACKAGES[name]) is None]:
+        problems.append(f"observe.trackers: {missing} are not installed; install moex-jax[track] or leave them out")
     if config.observe.profile:
         try:
             first, _ = parse_range(config.observe.profile)

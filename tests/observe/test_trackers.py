@@ -90,9 +90,3 @@ def test_a_continued_run_is_the_same_one_at_the_tracker(tmp_path, monkeypatch, n
     sent = [(args[0], kwargs["step"]) for call, args, kwargs in package.calls if call in ("log", "log_metrics")]
     assert sent == [(scalars(record(0)), 0), (scalars(record(1)), 1)]
     assert [call for call, _, _ in package.calls][-1] in ("finish", "end_run")
-
-
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"observe.trackers: wandb is not installed; install moex-jax\[track\]"):
-        open_trackers(with_trackers("wandb"), tmp_path)
