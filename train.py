@@ -17,6 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(dump(command.config), end="")
             return 0
         check(command.config)
+        if command.inspect_batch is not None:
+            from moex.startup.inputs import show_batch
+
+            show_batch(command.config, command.inspect_batch)
+            return 0
 
         from mesh import distributed  # only now: a wrong flag is told before any device is looked for
 

@@ -14,14 +14,17 @@ from configs import PRESETS
 from moex.config import RunConfig
 from moex.validate import ConfigError
 
-USAGE = """usage: train.py [PRESET] [--section.field VALUE ...] [--print-config]
-       train.py --config RUN/config.json [--section.field VALUE ...] [--print-config]
+USAGE = """usage: train.py [PRESET] [--section.field VALUE ...] [--print-config] [--inspect-batch STEP] [--profile FIRST:STOP]
+       train.py --config RUN/config.json [--section.field VALUE ...] [...]
        train.py [PRESET] --help      (all fields with their defaults)"""
 
 
 class Command(NamedTuple):
+    """inspect_batch: the step whose batch is to be shown in place of training, or None."""
+
     config: RunConfig
     print_config: bool
+    inspect_batch: int | None = None
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -29,19 +32,28 @@ def parse(arguments: Sequence[str]) -> Command:
     rest = list(arguments)
     print_config = "--print-config" in rest
     rest = [_recipe_flag(a) for a in rest if a != "--print-config"]
+    inspect, profile = _take(rest, "--inspect-batch"), _take(rest, "--profile")
+    if inspect is not None and not inspect.isdigit():
+        raise ConfigError(f"--inspect-batch {inspect} must be the number of a step, from 0")
+    rest += [] if profile is None else [f"--observe.profile={profile}"]
     preset = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    saved = None
-    for i, argument in enumerate(rest):
-        if argument == "--config" or argument.startswith("--config="):
-            saved = argument.partition("=")[2] or (rest[i + 1] if i + 1 < len(rest) else "")
-            if not saved or saved.startswith("--"):
-                raise ConfigError("--config needs the path of a JSON file, such as RUN/config.json")
-            del rest[i : i + (1 if "=" in argument else 2)]
-            break
+    saved = _take(rest, "--config")
+    if saved is not None and (not saved or saved.startswith("--")):
+        raise ConfigError("--config needs the path of a JSON file, such as RUN/config.json")
     if preset and saved is not None:
         raise ConfigError(f"give a preset ({preset}) or --config {saved}, not both")
     base = load(saved) if saved is not None else _preset(preset or "tiny")
-    return Command(_tyro(rest, base), print_config)
+    return Command(_tyro(rest, base), print_config, None if inspect is None else int(inspect))
+
+
+def _take(arguments: list[str], flag: str) -> str | None:
+    """The value of `--flag VALUE` or `--flag=VALUE`, which is removed; empty where it has none, None without the flag."""
+    for i, argument in enumerate(arguments):
+        if argument == flag or argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2] or (arguments[i + 1] if i + 1 < len(arguments) else "")
+            del arguments[i : i + (1 if "=" in argument else 2)]
+            return value
+    return None
 
 
 def _recipe_flag(argument: str) -> str:

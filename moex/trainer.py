@@ -7,6 +7,7 @@ it: the loop goes back to it with larger buffers.
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,13 +27,15 @@ from moex.generate import generate
 from moex.models.flops import mfu
 from moex.observe import routing
 from moex.observe.metrics import RunLog
+from moex.observe.profile import Profile, out_of_memory_told
 from moex.observe.progress import Progress
 from moex.observe.report import write_report
+from moex.observe.trackers import open_trackers
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
 from moex.train.rungs import Rungs, ladder, usual_of
-from moex.train.state import TrainState
-from moex.validate import check_on, resolve_fold
+from moex.train.state import TrainState, counted
+from moex.validate import ConfigError, check_on, resolve_fold
 
 EXIT_DONE, EXIT_PREEMPTED = 0, 75
 MAX_SKIPS = 10
@@ -50,9 +53,9 @@ def run(config: RunConfig, start: Start) -> int:
     fold = resolve_fold(config.parallel, jax.device_count())
     check_on(config, fold, jax.default_backend(), jax.devices()[0].device_kind)
     data, folder = startup.load_data(config), Path(config.run_folder)
-    startup.check_existing(folder, config, data)
-    programs = [build(rung, fold) for rung in ladder(config)]
-    derived = startup.derive(programs[0], data)
+    changed = startup.check_existing(folder, config, data)
+    programs = {size: [build(rung, fold) for rung in ladder(at_size(config, size))] for size in data.train.sizes.sizes}
+    derived = startup.derive(programs[config.train.batch_size][0], data)
     if jax.process_index() == 0:
         _print_table(startup.table(config, derived))
         startup.write_inputs(folder, config, derived)
@@ -64,13 +67,22 @@ def run(config: RunConfig, start: Start) -> int:
             return EXIT_DONE
         log, progress = _Silent(), _Silent()
         if jax.process_index() == 0:
-            log = stack.enter_context(RunLog(folder))
+            log = stack.enter_context(RunLog(folder, open_trackers(config, folder)))
             options = dict(every=config.observe.log_every, unigram_entropy=data.unigram_entropy)
             progress = stack.enter_context(Progress(config.train.steps, first, **options))
-        code = _Loop(programs, data, derived, checkpoints, log, progress).run(first)
+        if first and changed:
+            log.event("changed", step=first, settings={name: dict(was=a, now=b) for name, (a, b) in changed.items()})
+        code = _Loop(config, programs, data, derived, checkpoints, log, progress).run(first)
     if jax.process_index() == 0 and code == EXIT_DONE:
         print(f"{'run folder':>16}  {folder}\n{'report':>16}  {write_report(folder)}")
     return code
+
+
+def at_size(config: RunConfig, batch_size: int) -> RunConfig:
+    """The same run with steps of this many rows, in micro-batches of the same rows."""
+    micro = config.train.batch_size // config.train.accumulation
+    train = dataclasses.replace(config.train, batch_size=batch_size, accumulation=batch_size // micro)
+    return dataclasses.replace(config, train=train)
 
 
 def _print_table(lines: list[tuple[str, str]]) -> None:
@@ -85,42 +97,51 @@ class _Silent:
 
 
 class Pending(NamedTuple):
-    """A step that was enqueued and not read yet; rung: the buffer size it runs with."""
+    """A step that was enqueued and not read yet; rung: the buffer size it runs with; waited: seconds for its batch."""
 
     step: int
     rung: int
     metrics: Any
+    waited: float
 
 
 class _Loop:
     """What the loop holds beside the model's state: the steps not yet read, and the clock."""
 
     def __init__(
-        self, programs: Sequence[Program], data: startup.Data, derived: Mapping[str, Any], checkpoints, log, progress
-    ):
-        self.programs, self.program, self.data, self.derived = programs, programs[0], data, derived
+        self, config: RunConfig, programs: Mapping[int, Sequence[Program]], data: startup.Data,
+        derived: Mapping[str, Any], checkpoints, log, progress,
+    ):  # fmt: skip
+        self.config, self.data, self.derived = config, data, derived
+        self.by_size, self.sizes = programs, data.train.sizes
+        self.programs = programs[config.train.batch_size]
+        self.program = self.programs[0]
         self.checkpoints, self.log, self.progress = checkpoints, log, progress
-        self.rungs = Rungs(len(programs), self.program.config.parallel.tail)
+        self.rungs = Rungs(len(self.programs), config.parallel.tail)
         self.pending: collections.deque[Pending] = collections.deque()
         self.skips, self.clock = 0, 0.0
         self.held_out: float | None = None
 
     def run(self, first: int) -> int:
-        train, observe = self.program.config.train, self.program.config.observe
+        train, observe = self.config.train, self.config.observe
         steps, run_ahead = train.steps, train.run_ahead
         state = self._start(first)
-        step_functions = self._compile()
+        step_functions = self._compile(first)
         preempted = False
-        with contextlib.closing(Prefetch(self._batch, first)) as batches:
+        memory_told = out_of_memory_told(Path(self.config.run_folder), self.log)
+        with memory_told, contextlib.closing(Prefetch(self._batch, first)) as batches, Profile(self.config) as profile:
             self.clock = time.perf_counter()
             n = first
             while n < steps:
+                asked = time.perf_counter()
                 batch, rung = batches.get(n), self.rungs.of(n)
+                waited = time.perf_counter() - asked
+                profile.before(n)
                 if observe.record_routing_every and n % observe.record_routing_every == 0:
                     self._record_routing(n, state, batch)
-                with jax.transfer_guard("disallow"):
-                    state, metrics = step_functions[rung](state, batch)
-                self.pending.append(Pending(n, rung, metrics))
+                with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=n):
+                    state, metrics = step_functions[self.sizes.size(n), rung](state, batch)
+                self.pending.append(Pending(n, rung, metrics, waited))
                 done, last = n + 1, n + 1 == steps
                 preempted = multihost_utils.reached_preemption_sync_point(n) or preempted
                 saving = last or preempted or self.checkpoints.due(done)
@@ -136,8 +157,9 @@ class _Loop:
                     ready = time.perf_counter()  # the step's own time ends before its evaluation
                     self._record(self._evaluate(state) if evaluating and not preempted else {}, ready)
                 if saving:
-                    self.checkpoints.save(done, state)
-                    self.log.event("checkpoint", step=done)
+                    began = time.perf_counter()
+                    self.checkpoints.save(done, state, self._facts())
+                    self.log.event("checkpoint", step=done, seconds=time.perf_counter() - began)
                 if preempted:
                     self.log.event("preempted", step=done)
                     self.progress.note(f"preempted: saved after step {done}")
@@ -151,7 +173,15 @@ class _Loop:
 
     def _start(self, first: int) -> TrainState:
         derived = self.derived
-        facts = ("corpus", "corpus_fingerprint", "train_tokens", "held_out_tokens", "train_files", "held_out_files")
+        facts = (
+            "corpus",
+            "corpus_fingerprint",
+            "train_tokens",
+            "held_out_tokens",
+            "train_documents",
+            "held_out_documents",
+        )
+        facts += ("bytes_per_token",)
         self.log.event("data", unigram_entropy=derived["unigram_entropy"], **{name: derived[name] for name in facts})
         if not first:
             self.log.resume(0)
@@ -161,36 +191,54 @@ class _Loop:
         self.log.event("resume", step=first, **derived)
         self.progress.note(f"continuing after step {first}")
         # Only the first process surely has the log; all must begin with the same size.
-        tail = self.program.config.parallel.tail
+        tail = self.config.parallel.tail
         usual = multihost_utils.broadcast_one_to_all(np.int32(usual_of(self.log.rungs() or (), tail)))
         self.rungs = Rungs(len(self.programs), tail, int(usual))
-        return self.checkpoints.restore(self.program.state, first)
+        state = self.checkpoints.restore(self.program.state, first)
+        seen, expected = counted(jax.device_get(state.samples)), self.sizes.samples_before(first)
+        if seen != expected:
+            raise ConfigError(
+                f"the checkpoint of step {first} has seen {seen} samples, but by this run's batch sizes it would be "
+                f"{expected}: it belongs to another run"
+            )
+        return state
 
-    def _compile(self):
-        """The step for every buffer size; the state and batches of all are alike."""
-        compiled = []
-        for rung, program in enumerate(self.programs):
-            began = time.perf_counter()
-            compiled.append(program.train.lower(program.state, program.batch).compile())
-            self.log.event("compile", rung=rung, seconds=time.perf_counter() - began)
+    def _compile(self, first: int) -> dict[tuple[int, int], Any]:
+        """The step for every batch size still to come and every buffer size; the states of all are alike."""
+        compiled = {}
+        for size in self.sizes.sizes_between(first, self.config.train.steps):
+            for rung, program in enumerate(self.by_size[size]):
+                began = time.perf_counter()
+                compiled[size, rung] = program.train.lower(program.state, program.batch).compile()
+                self.log.event("compile", rung=rung, rows=size, seconds=time.perf_counter() - began)
         return compiled
 
     def _batch(self, step: int):
-        return place_batch(lambda rows: self.data.train.batch(step, rows), step, self.program.batch)
+        abstract = self.by_size[self.sizes.size(step)][0].batch
+        return place_batch(lambda rows: self.data.train.batch(step, rows), step, abstract)
+
+    def _facts(self) -> dict[str, Any]:
+        names = ("mesh", "num_devices", "device_kind", "corpus", "corpus_fingerprint", "parameters")
+        return {name: self.derived[name] for name in names} | dict(jax=jax.__version__, processes=jax.process_count())
 
     def _record_routing(self, step: int, state: TrainState, batch) -> None:
         """Writes which experts every token of the batch chooses, before any is dropped."""
-        chosen = self.programs[-1].record(state.params, state.router_bias, batch)  # no buffer of the last can overflow
+        last = self.by_size[self.sizes.size(step)][-1]
+        chosen = last.record(state.params, state.router_bias, batch)  # no buffer of the last can overflow
         chosen = multihost_utils.process_allgather(chosen, tiled=True)
         if jax.process_index() == 0:
-            config = self.program.config
+            config = self.config
             routing.write(Path(config.run_folder), step, np.asarray(chosen), config.model.router.num_experts)
         self.clock = time.perf_counter()
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
-        result = evaluate(self.programs, state, self.data.held_out, max_rows=self.program.config.observe.eval_rows)
+        assert self.data.held_out is not None, "load_data refuses eval_every without held-out text"
+        began = time.perf_counter()
+        read = lambda state: evaluate(self.programs, state, self.data.held_out, max_rows=self.config.observe.eval_rows)
+        result = read(state)
         self.held_out = result.loss
-        return dict(eval_loss=result.loss, eval_tokens=result.tokens)
+        averaged = dict(eval_loss_ema=read(state._replace(params=state.ema)).loss) if state.ema else {}
+        return dict(eval_loss=result.loss, eval_tokens=result.tokens, eval_s=time.perf_counter() - began) | averaged
 
     def _record_until(self, ahead: int) -> int | None:
         """Reads pending steps, oldest first, until only `ahead` are left.
@@ -217,7 +265,7 @@ class _Loop:
 
     def _record(self, extra: Mapping[str, Any], ready: float | None = None) -> None:
         """Logs the oldest pending step, which was applied.  Raises RuntimeError when it says that training must end."""
-        n, rung, metrics = self.pending.popleft()
+        n, rung, metrics, waited = self.pending.popleft()
         self.rungs.applied(n, rung)
         values = jax.device_get(metrics)
         ready = ready or time.perf_counter()
@@ -228,8 +276,10 @@ class _Loop:
         record = {name: value.item() if value.ndim == 0 else value for name, value in values.items()} | dict(
             tokens_per_s=rate, model_tflops=rate * flops / devices / 1e12,
             mfu=mfu(flops, rate, devices, self.derived["peak_flops"]),
-            rung=rung, step_s=seconds, time=time.time(), **extra,
+            rung=rung, rows=self.sizes.size(n), step_s=seconds, data_s=waited, time=time.time(), **extra,
         )  # fmt: skip
+        if self.config.observe.sample_ids:
+            record["sample_ids"] = self.data.train.sample_ids(n)
         self.log.step(record)
         self.progress.update(record)
         self.skips = self.skips + 1 if record["skipped"] else 0
@@ -239,12 +289,13 @@ class _Loop:
             )
 
     def _sample(self, state: TrainState) -> None:
-        observe = self.program.config.observe
+        observe = self.config.observe
         if not observe.sample_tokens:
             return
-        prompt = list(observe.sample_prompt.encode())[-self.program.config.train.seq_len :]
-        text = self.data.corpus.decode(generate(self.programs[-1], state, prompt, observe.sample_tokens))
-        step = self.program.config.train.steps
+        tokenizer = self.data.corpora[0].tokenizer
+        prompt = tokenizer.encode([observe.sample_prompt])[0].tolist()[-self.config.train.seq_len :]
+        text = tokenizer.decode(generate(self.programs[-1], state, [prompt], observe.sample_tokens)[0])
+        step = self.config.train.steps
         self.log.event("sample", step=step, prompt=observe.sample_prompt, text=text)
         self.progress.note(f"after {step} steps, continuing {observe.sample_prompt!r}:\n{observe.sample_prompt}{text}")
         if self.held_out is not None:

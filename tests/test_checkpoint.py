@@ -26,7 +26,7 @@ from moex.config import (
     RunConfig,
     TrainConfig,
 )
-from moex.data import Batches, Tokens
+from moex.data import Batches, Tokens, Windows
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
 from moex.train.state import TrainState
@@ -66,7 +66,7 @@ def program_on(folding: str) -> Program:
 def batch_of(program: Program, step: int):
     text = np.random.default_rng(0).integers(1, 256, 2000).astype(np.uint8)
     tokens = Tokens(text, np.array([0, 700, 2000]), ("a", "b"))
-    batches = Batches(tokens, seq_len=16, rows=8, accumulation=1, seed=0)
+    batches = Batches([Windows([tokens], 16)], rows=8, accumulation=1, seed=0)
     return place_batch(lambda rows: batches.batch(step, rows), step, program.batch)
 
 
@@ -194,6 +194,7 @@ def test_asynchronous_saves_are_whole_though_the_next_step_takes_the_buffers(tmp
         skips=full((), np.int32, everywhere),
         samples=full((2,), np.uint32, everywhere),
         tokens=full((2,), np.uint32, everywhere),
+        ema={},
     )
     shardings = jax.tree.map(lambda x: x.sharding, state)
     advance = jax.jit(
@@ -219,6 +220,6 @@ def test_checkpoints_are_due_by_the_interval_and_the_newest_are_kept(tmp_path, d
         assert checkpoints.latest is None
         assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
         for step in (3, 6, 6, 7):  # saving a step again is no error; the last step is saved whether due or not
-            checkpoints.save(step, TrainState(*[value] * 7))
+            checkpoints.save(step, TrainState(*[value] * 8))
         assert checkpoints.latest == 7
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [6, 7]

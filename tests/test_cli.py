@@ -198,6 +198,28 @@ CONFIGURATIONS = {
     "--train.seq-len=1": ["train.seq_len=1 must be at least 2"],
     "--train.batch-size=1000000": ["data:", "windows", "lower rows, accumulation or seq_len"],
     "--checkpoint.keep=0": ["checkpoint.keep must be at least 1"],
+    "--train.ramp-sizes 4 --train.ramp-samples 8": ["train.ramp_sizes: [4]", "batch_size / accumulation = 8 rows"],
+    "--train.ramp-sizes 16 --train.ramp-samples 8": ["train.ramp_sizes, ramp_samples, batch_size", "[16, 8] must rise"],
+    "--train.ramp-sizes 4": ["1 batch sizes and 0 numbers of samples"],
+    "--optimizer.schedule=wsd --optimizer.cooldown-steps=390": [
+        "warmup_steps=30 and the cooldown of 390 steps don't fit into train.steps=400"],
+    "--optimizer.cooldown-steps=5": ["optimizer.cooldown_steps=5 has no effect with schedule=cosine"],
+    "--optimizer.schedule=constant --optimizer.schedule-steps=50": [
+        "optimizer.schedule_steps=50 has no effect with schedule=constant"],
+    "--optimizer.schedule-steps=20": ["optimizer.warmup_steps=30", "optimizer.schedule_steps=20"],
+    "--optimizer.ema-decay=1": ["optimizer.ema_decay=1.0 must be at least 0 and below 1"],
+    "--optimizer.moments=bfloat16 --optimizer.beta2=0.999": ["optimizer.moments=bfloat16", "beta2 of at most 0.995"],
+    "--optimizer.name=sgd --optimizer.weight-decay=0 --optimizer.moments=bfloat16": ["no effect with sgd"],
+    "--optimizer.lr-scales embedding": ["optimizer.lr_scales", "'embedding' must be PATTERN=FACTOR"],
+    "--optimizer.freeze *.expert.*": ["no parameter matches '*.expert.*'", "moe_layers.moe.experts.down"],
+    "--data.corpus nowhere": ["data: nowhere has no index.json", "python -m moex.data tokenize"],
+    "--data.corpus stdlib stdlib": ["data.corpus=['stdlib', 'stdlib']", "none twice"],
+    "--data.weights 1": ["data.weights has no effect with one corpus"],
+    "--data.corpus a b --data.weights 1": ["data.weights has 1 numbers for 2 corpora"],
+    "--data.max-epochs=0.001": ["data.max_epochs=0.001", "times through stdlib", "lower train.steps"],
+    "--observe.profile=5": ["observe.profile: '5' must be FIRST:STOP"],
+    "--profile 500:600": ["observe.profile=500:600 begins after train.steps=400"],
+    "--inspect-batch x": ["--inspect-batch x must be the number of a step"],
     "--observe.log-every=0": ["observe.log_every=0 must be at least 1"],
     "--precision=fp8_block --precision.experts=fp8_block": ["precision.experts=fp8_block is precision.recipe already"],
     "--precision.mlp=mxfp8": ["precision.mlp=mxfp8 has no effect: the model has no such products"],
@@ -216,6 +238,12 @@ CONFIGURATIONS = {
 def test_configuration_that_cannot_run(capsys, flags):
     error = refused(capsys, ["tiny", *flags.split()])
     assert all(part in error for part in CONFIGURATIONS[flags]), error
+
+
+def test_a_tracker_that_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    error = refused(capsys, ["tiny", "--observe.trackers", "tensorboard", "wandb"])
+    assert "observe.trackers: ['wandb'] are not installed; install moex-jax[track]" in error
 
 
 def test_all_problems_are_told_at_once(capsys):

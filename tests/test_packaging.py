@@ -33,9 +33,10 @@ def pins() -> dict[str, Version]:
 # --- versions
 
 
-@pytest.mark.parametrize(
-    "requirement", [*CORE, *EXTRAS["hf"], *EXTRAS["dev"], *EXTRAS["track"]], ids=lambda requirement: requirement.name
-)
+PINNED = [*CORE, *(one for extra in ("data", "hf", "dev", "track") for one in EXTRAS[extra])]
+
+
+@pytest.mark.parametrize("requirement", PINNED, ids=lambda requirement: requirement.name)
 def test_each_dependency_is_pinned_within_its_range(requirement):
     assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
 

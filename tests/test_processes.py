@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moex.observe.metrics import TIMED
+
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "tiny", "--train.steps", "4", "--train.batch_size", "8", "--train.seq_len", "32", "--model.num_layers", "1",
@@ -54,9 +56,8 @@ def launch(folder: Path, num_processes: int, *overrides: str) -> list[str]:
 
 
 def steps(folder: Path) -> list[dict]:
-    timed = ("time", "step_s", "tokens_per_s", "model_tflops")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in lines]
 
 
 @pytest.mark.slow

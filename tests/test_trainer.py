@@ -18,12 +18,12 @@ from moex.checkpoint import open_step
 from moex.cli import load, parse
 from moex.observe import routing
 from moex.observe.jsonl import read_jsonl
-from moex.observe.metrics import STEP_FIELDS, check_step
+from moex.observe.metrics import STEP_FIELDS, TIMED, check_step
 from moex.observe.report import write_report
 from moex.train.step import NEEDS
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = {"tokens_per_s", "model_tflops", "step_s", "time"}
+TIMES = set(TIMED)
 ARGUMENTS = [
     "tiny", "--model.d-model=32", "--model.num-layers=2", "--model.expert-width=16", "--train.steps=6",
     "--train.seq-len=32", "--optimizer.warmup-steps=2", "--checkpoint.every-steps=3", "--observe.eval-every=4",
@@ -133,6 +133,7 @@ def test_folder_holds_all_that_a_reader_needs(finished):
         "checkpoints",
         "report.html",
         "routing",
+        "tb",
     }
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["3", "6"]
     assert "<svg" in (finished / "report.html").read_text()
@@ -349,3 +350,46 @@ def test_a_step_that_overflows_is_run_again_and_nothing_tells(tmp_path, never_ov
     assert len(retries) < 2 * len(lines), (
         "after a few such steps, or where a run goes on after such, steps begin larger"
     )
+
+
+def test_learning_rate_goes_on_where_it_was(tmp_path):
+    """Warm-up of 10 steps to 1e-3, cosine to 1e-4 at 100: steps 40 and 41, in one go and continued at 40."""
+    arguments = without("--train.steps", "--optimizer.warmup-steps", "--checkpoint.every-steps", "--model.num-layers")
+    arguments += ["--optimizer.peak-lr=1e-3", "--optimizer.final-lr=1e-4", "--optimizer.warmup-steps=10"]
+    arguments += ["--optimizer.schedule-steps=100", "--model.num-layers=1", "--observe.trackers"]
+    assert train.main([*arguments, "--train.steps=42", f"--folder={tmp_path / 'straight'}"]) == 0
+    for steps in (40, 42):
+        assert train.main([*arguments, f"--train.steps={steps}", f"--folder={tmp_path / 'continued'}"]) == 0
+    for name in ("straight", "continued"):
+        rates = [line["lr"] for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        np.testing.assert_allclose(rates[40:], [7.7500e-4, 7.6126e-4], rtol=2e-5)
+    assert metrics(tmp_path / "continued") == metrics(tmp_path / "straight")
+    (changed,) = events(tmp_path / "continued", "changed")
+    assert changed["settings"] == {"train.steps": {"was": 40, "now": 42}}
+
+
+def test_a_profile_of_some_steps_is_written(finished, tmp_path):
+    """--profile 1:2 traces one step; nothing else of the run changes."""
+    assert train.main([*ARGUMENTS, f"--folder={tmp_path / 'traced'}", "--profile", "1:2"]) == 0
+    assert list((tmp_path / "traced" / "profiles").rglob("*.xplane.pb"))
+    assert metrics(tmp_path / "traced") == metrics(finished)
+
+
+def test_out_of_memory_leaves_a_profile(tmp_path, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
+
+    monkeypatch.setattr("moex.trainer._Loop._record_routing", full)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error:
+        train.main([*ARGUMENTS, f"--folder={tmp_path / 'full'}"])
+    assert "memory.recompute" in error.value.__notes__[0]
+    assert (tmp_path / "full" / "memory-0.prof").stat().st_size > 0
+    assert events(tmp_path / "full", "out_of_memory")[0]["message"].startswith("RESOURCE_EXHAUSTED")
+
+
+def test_a_batch_is_shown_and_nothing_trained(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("moex.trainer.build", lambda *_: pytest.fail("reached the program"))
+    assert train.main([*ARGUMENTS, f"--folder={tmp_path / 'run'}", "--inspect-batch", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("micro-batch 0, row") == 8 and "32 tokens," in out
+    assert not (tmp_path / "run").exists()

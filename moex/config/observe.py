@@ -1,6 +1,7 @@
 """What a person sees of a run."""
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,3 +20,9 @@ class ObserveConfig:
     """Tokens generated after the last step; 0 for none."""
     sample_prompt: str = "def "
     """What generation starts from."""
+    sample_ids: bool = False
+    """Write the numbers of each step's rows into its line of metrics.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where numbers go beside the run folder; tensorboard writes RUN/tb, the others need the extra `track`."""
+    profile: str = ""
+    """FIRST:STOP, steps to trace into RUN/profiles; also --profile. The first one traced should not be the first of all."""

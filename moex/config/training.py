@@ -14,6 +14,10 @@ class TrainConfig:
     """Rows (sequences) of a step over all devices."""
     accumulation: int = 1
     """Micro-batches that a step's batch is cut into."""
+    ramp_sizes: tuple[int, ...] = ()
+    """Smaller batch sizes to begin with, rising, in whole micro-batches; fewer of those are accumulated."""
+    ramp_samples: tuple[int, ...] = ()
+    """Rows seen until which each of them holds."""
     seq_len: int = 256
     """Tokens of a row (S)."""
     seed: int = 0
@@ -32,26 +36,44 @@ class OptimizerConfig:
     peak_lr: float = 2e-3
     """Learning rate after warm-up."""
     final_lr: float = 2e-4
-    """Learning rate at the last step."""
+    """Learning rate at the last step of the schedule."""
     warmup_steps: int = 40
     """Steps of linear warm-up from 0."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Way from the peak to the final rate after warm-up."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """Way from the peak to the final rate after warm-up; wsd stays at the peak until the cooldown, which is linear."""
+    schedule_steps: int = 0
+    """Step at which the final rate is reached, and where it stays; 0 for train.steps."""
+    cooldown_steps: int = 0
+    """Steps of wsd's decline; 0 for a tenth of the schedule."""
     weight_decay: float = 0.1
     """AdamW's decoupled decay, of matrices only (not norms, biases)."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """AdamW's two moments as they are kept; they are computed in float32."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 doesn't clip."""
+    lr_scales: tuple[str, ...] = ()
+    """PATTERN=FACTOR: the learning rate of parameters whose dotted names match (*, ?, [..]), times the factor."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained: no gradient, no decay, no moments."""
+    ema_decay: float = 0.0
+    """Of an average of the parameters over steps, evaluated beside them; 0 keeps none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where tokens come from."""
 
-    corpus: Literal["stdlib"] = "stdlib"
-    """stdlib: sources of Python's standard library as bytes, found on any machine."""
+    corpus: tuple[str, ...] = ("stdlib",)
+    """Folders that `python -m moex.data tokenize` wrote, local or remote; stdlib: sources of Python's standard library."""
+    weights: tuple[float, ...] = ()
+    """Share of rows from each corpus; by their sizes otherwise."""
+    packing: Literal["windows", "documents"] = "windows"
+    """windows cut the text every seq_len tokens; documents are packed whole, best fit first, and cut only where longer."""
+    max_epochs: float = 0.0
+    """Refuse to go through a corpus more often than this; 0 allows any number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

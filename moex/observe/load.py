@@ -42,3 +42,16 @@ def worst_load(expert_counts: Sequence[Sequence[int]] | np.ndarray | None) -> fl
     ratios = max_over_mean(counts_array(expert_counts))
     ratios = ratios[np.isfinite(ratios)]
     return float(ratios.max()) if ratios.size else None
+
+
+def load_entropy(counts: np.ndarray) -> np.ndarray:
+    """Entropy of each layer's shares over the most it could be, [..., E] -> [...]: 1 is uniform, 0 is all to one expert,
+    NaN without tokens.
+    """
+    present = np.isfinite(counts)
+    filled = np.where(present, counts, 0)
+    total = filled.sum(-1, keepdims=True)
+    share = np.divide(filled, total, out=np.zeros(counts.shape), where=total > 0)
+    nats = -(share * np.log(np.where(share > 0, share, 1))).sum(-1)
+    most = np.log(np.maximum(present.sum(-1), 2))
+    return np.where(total[..., 0] > 0, nats / most, np.nan)

@@ -6,15 +6,16 @@ One process writes (process 0 of a multi-host run). L MoE layers, E experts.
 import difflib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from moex.observe.jsonl import decode, encode, iter_lines, read_jsonl, replace_file
+from moex.observe.trackers import Tracker, scalars
 
-__all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "RunLog", "check_step", "read_jsonl"]
+__all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "TIMED", "RunLog", "check_step", "read_jsonl"]
 
 STEP_FIELDS = {
     "step": "number of the step just done, from 0",
@@ -48,8 +49,14 @@ OPTIONAL_FIELDS = {
     "rung": "which of the rising buffer sizes the step ran with, 0 the smallest",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",
-    "sample_ids": "numbers of the samples in the batch",
+    "eval_loss_ema": "the same of the average of the parameters",
+    "eval_s": "seconds that the evaluation after this step took",
+    "rows": "rows of the step's batch",
+    "data_s": "seconds that the loop waited for this step's batch",
+    "sample_ids": "numbers of the rows in the batch, [micro-batches][rows]",
 }
+TIMED = ("time", "step_s", "data_s", "eval_s", "tokens_per_s", "model_tflops", "mfu")
+"""Fields that differ between two runs of the same steps."""
 
 
 def check_step(record: Mapping[str, object]) -> None:
@@ -73,11 +80,13 @@ def _is_step(value: object) -> bool:
 class RunLog:
     """Appends to the two files of a run folder; every line is flushed, so a killed process loses at most the last one.
 
-    Opening makes the folder and mends what a killed process left: a torn last line of metrics.jsonl moves to
-    events.jsonl as text (kind "superseded_step"); one of events.jsonl becomes an event of kind "torn_line".
+    Trackers get every step's numbers, too. Opening makes the folder and mends what a killed process left: a torn last
+    line of metrics.jsonl moves to events.jsonl as text (kind "superseded_step"); one of events.jsonl becomes an event of
+    kind "torn_line".
     """
 
-    def __init__(self, run_dir: str | Path):
+    def __init__(self, run_dir: str | Path, trackers: Sequence[Tracker] = ()):
+        self.trackers = tuple(trackers)
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics_path = folder / "metrics.jsonl"
@@ -95,6 +104,9 @@ class RunLog:
         """
         check_step(record)
         _append(self._metrics, encode(record))
+        step: Any = record["step"]
+        for tracker in self.trackers:
+            tracker.step(step, scalars(record))
 
     def event(self, kind: str, /, **fields: object) -> None:
         """Writes one event with the wall clock as `time`. Raises ValueError for a field the log itself writes."""
@@ -132,9 +144,12 @@ class RunLog:
         return [line.record["rung"] for line in iter_lines(self.metrics_path) if "rung" in line.record]
 
     def close(self) -> None:
-        """Closes both files; a second call does nothing."""
+        """Closes both files and the trackers; a second call does nothing."""
         self._metrics.close()
         self._events.close()
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = ()
 
     def __enter__(self) -> Self:
         return self

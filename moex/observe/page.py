@@ -2,10 +2,11 @@
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from moex.observe.health import Verdict, count
+from moex.observe.moe import CAUSES, LayerRouting
 from moex.observe.run import as_number
 from moex.observe.style import CSS
 from moex.observe.tiles import Tile
@@ -40,13 +41,33 @@ def document(title: str, body: list[str]) -> str:
 
 def header(name: str, state: str, finished: bool, written: str, verdict: Verdict) -> str:
     """Name, state and verdict of the run."""
+    badge = f'<span class="state {"done" if finished else "open"}">{escape(state)}</span>'
+    return title_line(name, written, badge) + verdict_line(verdict)
+
+
+def title_line(title: str, written: str, badge: str = "") -> str:
+    """The page's heading.  badge: trusted markup."""
+    return f'<header><h1>{escape(title)}</h1>{badge}<span class="written">{escape(written)}</span></header>'
+
+
+def verdict_line(verdict: Verdict, whose: str = "") -> str:
+    """A verdict with its sign, and whose it is."""
     sign, words = _LEVEL[verdict.level]
+    name = f"<b class='whose'>{escape(whose)}</b> " if whose else ""
     return (
-        f'<header><h1>{escape(name)}</h1><span class="state {"done" if finished else "open"}">{escape(state)}</span>'
-        f'<span class="written">{escape(written)}</span></header>'
         f'<p class="verdict {verdict.level}"><span class="sign" aria-hidden="true">{sign}</span>'
-        f"<span><b>{words}</b> {escape(verdict.text)}</span></p>"
+        f"<span>{name}<b>{words}</b> {escape(verdict.text)}</span></p>"
     )
+
+
+def grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column names the rows."""
+    if not rows:
+        return f'<section><h2>{escape(title)}</h2><p class="nodata">None.</p></section>'
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    lines = ["".join(f"<td>{escape(value)}</td>" for value in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<section><h2>{escape(title)}</h2><table><tr>{head}</tr>{body}</table></section>"
 
 
 def tiles(items: list[Tile]) -> str:
@@ -74,6 +95,50 @@ def layer_chips(loads: list[float], limit: float) -> str:
         text = "–" if load != load else f"{load:.2f}"
         cells.append(f'<li class="{"over" if load > limit else ""}"><span>layer {layer}</span> {text}</li>')
     return f'<ul class="chips" aria-label="busiest expert over the mean at the end, by MoE layer">{"".join(cells)}</ul>'
+
+
+def routing_table(layers: list[LayerRouting], lost: Mapping[str, int], limit: float) -> str:
+    """A row a MoE layer, and what was lost by cause."""
+    if not layers:
+        return ""
+    rows = [
+        f'<tr class="{"over" if one.load > limit or one.dead else ""}"><td>{one.layer}</td><td>{one.load:.2f}</td>'
+        f"<td>{one.least:.2f}</td><td>{one.entropy:.3f}</td><td>{_named_experts(one.dead)}</td></tr>"
+        for one in layers
+    ]
+    head = (
+        "<tr><th>MoE layer</th><th>busiest / mean</th><th>idlest / mean</th><th>entropy</th><th>dead experts</th></tr>"
+    )
+    causes = [f"<li><b>{number:,}</b> pairs: {escape(CAUSES[name])}</li>" for name, number in lost.items()]
+    note = f"<ul>{''.join(causes)}</ul>" if causes else '<p class="quiet">No pair of token and expert was dropped.</p>'
+    caption = (
+        "At the end of the run. Healthy: busiest below 2 and idlest above 0.3, entropy of the experts' shares close to 1, "
+        "which is even, and no dead experts."
+    )
+    table = f"<table>{head}{''.join(rows)}</table>"
+    return f'<section><h2>Routing by layer</h2><p class="quiet">{caption}</p>{table}{note}</section>'
+
+
+def _named_experts(experts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, experts[:8])) + (f" and {len(experts) - 8} more" if len(experts) > 8 else "") or "none"
+
+
+def time_ledger(seconds: Mapping[str, float], meaning: Mapping[str, str]) -> str:
+    """A bar a category, with its share."""
+    total = sum(seconds.values())
+    if not total:
+        return ""
+    rows = [
+        f"<tr><td>{escape(name)}</td><td>{seconds[name]:,.1f} s</td><td>{seconds[name] / total:.1%}</td>"
+        f'<td><span class="bar" style="width:{100 * seconds[name] / total:.1f}%"></span></td><td>{escape(words)}</td></tr>'
+        for name, words in meaning.items()
+        if seconds[name] > 0
+    ]
+    caption = "Healthy: nearly all of a long run is steps; nothing is lost or idle."
+    return (
+        f'<section><h2>Where the time went</h2><p class="quiet">{caption}</p>'
+        f'<table class="ledger">{"".join(rows)}</table></section>'
+    )
 
 
 def samples(events: list[dict]) -> str:
@@ -107,15 +172,16 @@ def fields(title: str, tree: Mapping | None, missing: str, *, note: str = "") ->
     """A folded two-column table of a nested object, one row a value, named as on the command line: section.field."""
     if not tree:
         return _folded(title, f'<p class="nodata">No data: {escape(missing)}</p>')
-    rows = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in _flatten(tree)]
+    rows = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in flatten(tree)]
     return _folded(f"{title} ({len(rows)})", f'{note}<table class="fields">{"".join(rows)}</table>')
 
 
-def _flatten(tree: Mapping, prefix: str = "") -> list[tuple[str, str]]:
+def flatten(tree: Mapping, prefix: str = "") -> list[tuple[str, str]]:
+    """Each value of a nested object by its dotted name, as text."""
     rows = []
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            rows += _flatten(value, f"{prefix}{name}.")
+            rows += flatten(value, f"{prefix}{name}.")
         else:
             rows.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
     return rows

@@ -1,6 +1,7 @@
-"""The report of a run: one HTML page written from the run folder alone.
+"""The report of a run, or of several side by side: one HTML page written from the run folders alone.
 
-`python -m moex.observe.report RUN_DIR` writes RUN_DIR/report.html; exits 2 when there is nothing to report on.
+`python -m moex.observe.report RUN` writes RUN/report.html, with more folders it writes `--out` (compare.html); exits 2 when
+there is nothing to report on.
 """
 
 import argparse
@@ -9,9 +10,12 @@ import time
 from pathlib import Path
 
 from moex.observe import page, plots
+from moex.observe.compare import write_comparison
+from moex.observe.goodput import CATEGORIES, ledger
 from moex.observe.health import MAX_LOAD, end_loads, judge
 from moex.observe.heatmap import heat_maps, load_by_expert
 from moex.observe.jsonl import replace_file
+from moex.observe.moe import layers, lost_pairs
 from moex.observe.run import Run, read_run
 from moex.observe.svg import plot_style
 from moex.observe.tiles import key_numbers, state
@@ -41,6 +45,8 @@ def render(run: Run) -> str:
         page.header(run.name, state(run), run.finished, written, judge(run)),
         page.tiles(key_numbers(run)),
         f'<div class="figures">{"".join(figures)}</div>',
+        page.routing_table(layers(run), lost_pairs(run), MAX_LOAD),
+        page.time_ledger(ledger(run), CATEGORIES),
         page.samples(run.events_of("sample")),
         page.fields("Configuration", run.config, f"config.json {problems.get('config.json', 'is empty')}."),
         page.fields("Derived numbers", start, "the run logged no start event."),
@@ -124,11 +130,17 @@ def _expert_figures(run: Run) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m moex.observe.report", description="Writes RUN_DIR/report.html.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, the one with metrics.jsonl")
-    run_dir = parser.parse_args(arguments).run_dir
+    parser = argparse.ArgumentParser(prog="python -m moex.observe.report", description="Writes the report of runs.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, those with metrics.jsonl")
+    parser.add_argument("--out", default="", help="the page that compares several; compare.html otherwise")
+    parsed = parser.parse_args(arguments)
     try:
-        print(write_report(run_dir))
+        if len(parsed.runs) > 1:
+            print(write_comparison(parsed.runs, parsed.out or "compare.html"))
+        elif parsed.out:
+            raise ValueError(f"--out {parsed.out} has no effect with one run, whose page is RUN/report.html")
+        else:
+            print(write_report(parsed.runs[0]))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

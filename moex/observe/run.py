@@ -27,6 +27,10 @@ class Run:
     non_finite_steps: np.ndarray  # bool [N]
     events: list[dict] = field(default_factory=list)  # without the superseded steps
     superseded: int = 0
+    superseded_s: float = 0.0  # seconds of steps that were done again
+    alive_at: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # times at which the run is known to have lived, sorted
     config: dict | None = None
     env: dict | None = None
     problems: list[str] = field(default_factory=list)  # files that are missing or broken, in words
@@ -78,6 +82,7 @@ def read_run(run_dir: str | Path) -> Run:
     config, env = (_read_object(folder / name, problems) for name in ("config.json", "env.json"))
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
     kept = [event for event in events if event.get("kind") != "superseded_step"]
+    undone = [event.get("record") or {} for event in events if event.get("kind") == "superseded_step"]
     name = (config or {}).get("name")
     return Run(
         name=name if isinstance(name, str) and name else folder.resolve().name,
@@ -87,6 +92,8 @@ def read_run(run_dir: str | Path) -> Run:
         non_finite_steps=np.array([bool(record.get("non_finite")) for record in records]),
         events=kept,
         superseded=len(events) - len(kept),
+        superseded_s=sum(as_number(old.get("step_s")) or 0.0 for old in undone),
+        alive_at=_times([*records, *kept, *undone]),
         config=config,
         env=env,
         problems=problems,
@@ -118,6 +125,10 @@ def _read_object(path: Path, problems: list[str]) -> dict | None:
         problems.append(f"{path.name} is broken (not an object)")
         return None
     return value
+
+
+def _times(records: list[dict]) -> np.ndarray:
+    return np.sort([time for record in records if (time := as_number(record.get("time"))) is not None])
 
 
 def _columns(records: list[dict]) -> dict[str, np.ndarray]:

@@ -72,6 +72,9 @@ pre b { color: var(--blue); }
 table { border-collapse: collapse; width: 100%; margin-top: 10px; font-size: 13px; }
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-top: 1px solid var(--line); }
 td { overflow-wrap: anywhere; font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+.ledger td { white-space: nowrap; } .ledger td:nth-child(4) { width: 40%; } .ledger td:last-child { white-space: normal; }
+.bar { display: inline-block; height: 10px; border-radius: 3px; background: var(--blue); min-width: 1px; }
+tr.over td { color: var(--red); font-weight: 600; }
 .fields th { font-weight: 500; color: var(--muted); width: 34%; overflow-wrap: anywhere; }
 .events td:first-child, .events td:nth-child(2) { white-space: nowrap; }
 @media (max-width: 860px) {

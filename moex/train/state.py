@@ -18,7 +18,8 @@ Leaf = Any
 
 class TrainState(NamedTuple):
     """step int32: number of the next step.  router_bias float32 [L, E].  skips int32: steps in a row without an update
-    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high).
+    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high).  ema: average of `params` over
+    steps, in the same form; empty without one.
     """
 
     step: Leaf
@@ -28,6 +29,7 @@ class TrainState(NamedTuple):
     skips: Leaf
     samples: Leaf
     tokens: Leaf
+    ema: Any
 
 
 def count(counter, number):
@@ -52,18 +54,22 @@ def abstract_state(
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
+    absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # of a frozen parameter
     moments = optax.tree.map_params(
-        tx.init, shaped, moments, shardings, transform_non_params=lambda x: shaped(x, everywhere)
-    )
+        tx.init, lambda x, sharding: x if absent(x) else shaped(x, sharding), moments, shardings, is_leaf=absent,
+        transform_non_params=lambda x: shaped(x, everywhere),
+    )  # fmt: skip
+    placed = jax.tree.map(shaped, params, shardings)
     scalar = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
     return TrainState(
         step=scalar((), jnp.int32),
-        params=jax.tree.map(shaped, params, shardings),
+        params=placed,
         optimizer=moments,
         router_bias=scalar((config.model.num_moe_layers, config.model.router.num_experts), jnp.float32),
         skips=scalar((), jnp.int32),
         samples=scalar((2,), jnp.uint32),
         tokens=scalar((2,), jnp.uint32),
+        ema=placed if config.optimizer.ema_decay else {},
     )
 
 
@@ -77,6 +83,7 @@ def initial_state(
     )
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
     rest = jax.jit(
-        lambda: zeros(abstract._replace(params=None)), out_shardings=shardings._replace(params=None)
+        lambda: zeros(abstract._replace(params=None, ema=None)), out_shardings=shardings._replace(params=None, ema=None)
     )()  # optax starts its moments and counts at zero
-    return rest._replace(params=params)
+    # Copies: a step takes over the buffers of its whole state, and cannot take one twice.
+    return rest._replace(params=params, ema=jax.tree.map(jnp.copy, params) if abstract.ema else {})

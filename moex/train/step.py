@@ -25,7 +25,7 @@ from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.precision.recipes import Precision, resolve
 from moex.precision.weight import ports, with_ports
 from moex.train.loss import cross_entropy_sum
-from moex.train.optim import learning_rate
+from moex.train.optim import learning_rate, without_frozen
 from moex.train.state import Leaf, TrainState, count
 
 NEEDS = ("need_cell", "need_spill", "need_rows", "need_stash")
@@ -268,6 +268,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         grads, loss, sums, valid = inner(state.params, state.router_bias, batch)
+        grads = without_frozen(config.optimizer, decoder.declarations, grads)
         grad_norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         go = (sums.overflow == 0) & (batch.step == state.step)
@@ -275,7 +276,9 @@ def make_train_step(
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
         bias = _next_bias(config.model.router, state.router_bias, sums)
-        learned = _where(finite, (params, moments, bias), (state.params, state.optimizer, state.router_bias))
+        ema = optax.incremental_update(params, state.ema, 1 - config.optimizer.ema_decay) if state.ema else {}
+        before = state.params, state.optimizer, state.router_bias, state.ema
+        learned = _where(finite, (params, moments, bias, ema), before)
         rows = batch.ids.shape[0] * batch.ids.shape[1]
         after = TrainState(
             step=state.step + 1,
@@ -285,6 +288,7 @@ def make_train_step(
             skips=jnp.where(finite, 0, state.skips + 1),
             samples=count(state.samples, jnp.int32(rows)),
             tokens=count(state.tokens, valid),
+            ema=learned[3],
         )
         metrics = dict(
             step=state.step, loss=loss, lm_loss=sums.lm_loss, aux_loss=sums.balance, z_loss=sums.z, grad_norm=grad_norm,

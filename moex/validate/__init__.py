@@ -7,7 +7,7 @@ from moex.validate.compute import compute_problems, precision_problems_on
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
 from moex.validate.parallel import parallel_problems
-from moex.validate.training import training_problems
+from moex.validate.training import pattern_problems, training_problems
 
 _SECTIONS = model_problems, training_problems, compute_problems, parallel_problems
 
@@ -50,6 +50,7 @@ def resolve_fold(parallel: ParallelConfig, num_devices: int) -> Fold:
 def check(config: RunConfig) -> None:
     """Everything that can be known without devices.  Raises ConfigError."""
     _raise([p for problems in _SECTIONS for p in problems(config)])
+    _raise(pattern_problems(config))
 
 
 def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind: str = "") -> None:

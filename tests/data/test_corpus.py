@@ -22,6 +22,10 @@ def make_tokens(*documents, dtype=np.uint16):
     return Tokens(flat, starts, tuple(f"doc{d}" for d in range(len(documents))))
 
 
+def shards(corpus):
+    return corpus.train.shards[0], corpus.held_out.shards[0]
+
+
 def fake_library(monkeypatch, root, files):
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -31,28 +35,28 @@ def fake_library(monkeypatch, root, files):
 
 def test_documents_are_the_files(corpus):
     root = sysconfig.get_path("stdlib")
-    for split in (corpus.train, corpus.held_out):
+    for split in shards(corpus):
         for d in (0, len(split.names) // 2, len(split.names) - 1):
             with (Path(root) / split.names[d]).open("rb") as file:
                 assert split.tokens[split.starts[d] : split.starts[d + 1]].tobytes() == file.read() + b"\0"
 
 
 def test_byte_zero_ends_documents_and_stands_nowhere_else(corpus):
-    for split in (corpus.train, corpus.held_out):
+    for split in shards(corpus):
         np.testing.assert_array_equal(np.flatnonzero(split.tokens == 0), split.starts[1:] - 1)
 
 
 def test_splits_are_sorted_disjoint_and_near_one_in_twenty(corpus):
-    train, held_out = corpus.train.names, corpus.held_out.names
+    train, held_out = corpus.train.shards[0].names, corpus.held_out.shards[0].names
     assert list(train) == sorted(train) and list(held_out) == sorted(held_out)
     assert not set(train) & set(held_out)
     assert 0.03 < len(held_out) / (len(train) + len(held_out)) < 0.08
-    assert 0.02 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.10
-    assert len(corpus.train) > 5_000_000
+    assert 0.02 < corpus.held_out.num_tokens / (corpus.train.num_tokens + corpus.held_out.num_tokens) < 0.10
+    assert corpus.train.num_tokens > 5_000_000
 
 
 def test_the_whole_library_is_in_but_for_packages_and_tests(corpus):
-    names = set(corpus.train.names) | set(corpus.held_out.names)
+    names = set(corpus.train.shards[0].names) | set(corpus.held_out.shards[0].names)
     tables = {"encodings/cp1252.py", "pydoc_data/topics.py", "html/entities.py"}
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} | tables <= names
     parts = {part for name in names for part in name.split("/")}
@@ -75,7 +79,7 @@ def test_import_does_not_load_jax_or_grain():
 
 
 def test_entropy_of_train_matches_a_recomputation(corpus):
-    train = corpus.train.tokens
+    train = corpus.train.shards[0].tokens
     # Mean negative log probability token by token, rather than a sum over the vocabulary.
     _, inverse, counts = np.unique(train, return_inverse=True, return_counts=True)
     assert unigram_entropy(train) == pytest.approx(-np.log(counts[inverse] / train.size).mean(), rel=1e-9)
@@ -93,9 +97,9 @@ def test_entropy_of_known_distributions():
 @pytest.mark.parametrize("limit_bytes", [60_000, 500_000])
 def test_limit_caps_both_splits_and_keeps_them_apart(corpus, limit_bytes):
     small = stdlib_corpus(limit_bytes)
-    assert 0.8 * limit_bytes < len(small.train) + len(small.held_out) <= limit_bytes
-    assert set(small.train.names) < set(corpus.train.names)
-    assert set(small.held_out.names) < set(corpus.held_out.names)
+    assert 0.8 * limit_bytes < small.train.num_tokens + small.held_out.num_tokens <= limit_bytes
+    assert set(small.train.shards[0].names) < set(corpus.train.shards[0].names)
+    assert set(small.held_out.shards[0].names) < set(corpus.held_out.shards[0].names)
     assert small.fingerprint != corpus.fingerprint
 
 
@@ -118,17 +122,17 @@ def test_files_with_byte_zero_and_blank_files_are_skipped(monkeypatch, tmp_path)
         monkeypatch, tmp_path, good | {"nul.py": b"a\0b", "blank.py": b" \n", "test/t.py": b"t", "notes.txt": b"t"}
     )
     corpus = stdlib_corpus()
-    assert set(corpus.train.names) | set(corpus.held_out.names) == set(good)
+    assert set(corpus.train.shards[0].names) | set(corpus.held_out.shards[0].names) == set(good)
 
 
 def test_decode():
     corpus = stdlib_corpus(100_000)
     text = "naïve π = 3\n"
-    assert corpus.decode(np.frombuffer(text.encode(), np.uint8)) == text
-    assert corpus.decode([]) == ""
-    assert corpus.decode([104, 0xC3, 105, 300, -1, 33]) == "h\ufffdi\ufffd\ufffd!"
-    start, end = corpus.held_out.starts[:2]
-    assert corpus.decode(corpus.held_out.tokens[start:end]).endswith("\0")
+    assert corpus.tokenizer.decode(np.frombuffer(text.encode(), np.uint8)) == text
+    assert corpus.tokenizer.decode([]) == ""
+    assert corpus.tokenizer.decode([104, 0xC3, 105, 300, -1, 33]) == "h\ufffdi\ufffd\ufffd!"
+    start, end = corpus.held_out.shards[0].starts[:2]
+    assert corpus.tokenizer.decode(corpus.held_out.shards[0].tokens[start:end]).endswith("\0")
 
 
 def test_fingerprint_sees_tokens_offsets_names_dtype_and_split():

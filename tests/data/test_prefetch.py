@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from moex.data import Batches, Prefetch, Tokens
+from moex.data import Batches, Prefetch, Tokens, Windows
 
 WAIT_S = 10
 
@@ -108,7 +108,7 @@ def test_bad_arguments_are_refused(arguments, message):
 
 def test_carries_batches():
     tokens = Tokens(np.arange(400, dtype=np.uint16), np.array([0, 400], np.int64), ("all",))
-    batches = Batches(tokens, seq_len=4, rows=5, accumulation=2, seed=0)
+    batches = Batches([Windows([tokens], 4)], rows=5, accumulation=2, seed=0)
     with Prefetch(batches.batch, 3) as prefetch:
         for step in (3, 4, 3, 30):
             got, want = prefetch.get(step), batches.batch(step)

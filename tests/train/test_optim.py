@@ -1,16 +1,18 @@
-"""Learning rate by step, decay of matrices only, clipping by the global norm."""
+"""Learning rate by step, decay of matrices only, clipping, frozen and scaled parameters, moments in bfloat16."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from moex.config import OptimizerConfig
 from moex.layers import param
 from moex.models.decoder import Decoder
-from moex.train.optim import learning_rate, optimizer
+from moex.train.optim import learning_rate, optimizer, rates, without_frozen
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,81 @@ def test_adam_is_adam(model):
         move = lambda d, p, change=change: p - 0.01 * (change + (0.1 * p if d.decays else 0))
         expected = param.tree_map(move, declarations, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), value, expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 0.0), (5, 0.5), (10, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (100, 0.1), (150, 0.1)]
+)
+def test_warm_up_stable_decay(step, rate):
+    config = OptimizerConfig(peak_lr=1.0, final_lr=0.1, warmup_steps=10, schedule="wsd", cooldown_steps=20)
+    np.testing.assert_allclose(learning_rate(config, 100)(jnp.int32(step)), rate, rtol=1e-6)
+
+
+def test_a_schedule_can_be_longer_than_the_run():
+    config = OptimizerConfig(peak_lr=1e-3, final_lr=1e-4, warmup_steps=10, schedule_steps=100)
+    for steps in (42, 100, 1000):
+        np.testing.assert_allclose(learning_rate(config, steps)(jnp.int32(41)), 7.6126e-4, rtol=2e-5)
+    np.testing.assert_allclose(learning_rate(config, 1000)(jnp.int32(500)), 1e-4, rtol=1e-6)
+
+
+def leaves_by_name(tree):
+    return {".".join(str(k.key) for k in path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def test_frozen_parameters_have_no_moments_no_decay_and_count_in_no_norm(model):
+    """All experts frozen: nothing of them moves, and the norm is that of the others."""
+    declarations, params = model
+    config = OptimizerConfig(freeze=("*.experts.*",), clip_norm=1.0, weight_decay=0.1)
+    ones = jax.tree.map(jnp.ones_like, params)
+    gradients = without_frozen(config, declarations, ones)
+    trained = sum(x.size for name, x in leaves_by_name(params).items() if ".experts." not in name)
+    assert float(optax.tree.norm(gradients)) == pytest.approx(trained**0.5, rel=1e-6)
+    tx = optimizer(config, declarations)
+    state = tx.init(params)
+    moments = sum(x.size for x in jax.tree.leaves(state) if x.ndim)
+    assert moments == 2 * trained
+    direction, _ = tx.update(gradients, state, params)
+    for name, change in leaves_by_name(direction).items():
+        assert (np.abs(change).max() == 0) == (".experts." in name), name
+
+
+def test_scaled_rates_multiply_the_change(model):
+    declarations, params = model
+    plain = OptimizerConfig(weight_decay=0.1)
+    scaled = dataclasses.replace(plain, lr_scales=("ends.embedding=0.25", "*.router.*=2", "ends.*=0.5"))
+    gradients = jax.tree.map(lambda x: 0.1 * jnp.ones_like(x), params)
+    change = lambda config: leaves_by_name(
+        (tx := optimizer(config, declarations)).update(gradients, tx.init(params), params)[0]
+    )
+    ours, theirs = change(scaled), change(plain)
+    for name in ours:
+        wanted = (
+            0.25 if name == "ends.embedding" else 0.5 if name.startswith("ends.") else 2 if ".router." in name else 1
+        )
+        np.testing.assert_allclose(ours[name], wanted * theirs[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("field", [dict(freeze=("*.expert.*",)), dict(lr_scales=("embedding=1.5",))])
+def test_a_pattern_that_matches_nothing_is_refused(model, field):
+    with pytest.raises(ValueError, match=r"no parameter matches .*; there are .*ends\.embedding"):
+        rates(OptimizerConfig(**field), model[0])
+
+
+def test_bfloat16_moments_follow_the_float32_ones(model):
+    """Both moments are kept in 2 bytes, and 20 steps of random gradients go the same way to within their 8 bits."""
+    declarations, params = model
+    make = lambda kept: optimizer(OptimizerConfig(moments=kept, clip_norm=0, weight_decay=0), declarations)
+    noise = lambda key, x: 1 + jax.random.normal(key, x.shape)
+    ends = {}
+    for kept in ("float32", "bfloat16"):
+        tx = make(kept)
+        state, key = tx.init(params), jax.random.key(0)
+        update = jax.jit(tx.update)
+        for step in range(20):
+            gradients = jax.tree.map(functools.partial(noise, jax.random.fold_in(key, step)), params)
+            direction, state = update(gradients, state, params)
+        dtypes = {x.dtype.name for x in jax.tree.leaves(state) if x.ndim}
+        assert dtypes == {kept}
+        ends[kept] = direction
+    worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *ends.values())
+    assert 0 < max(jax.tree.leaves(worst)) < 0.05

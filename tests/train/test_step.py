@@ -257,3 +257,23 @@ def test_loss_falls_and_every_expert_layer_learns(harness, model):
 def test_replicated_state_scalars_are_on_every_device(stateful):
     for name in ("step", "router_bias", "skips", "samples", "tokens"):
         assert getattr(stateful.state, name).sharding.spec == PartitionSpec()
+
+
+def test_the_average_follows_the_parameters_and_frozen_ones_stay(harness):
+    """Two steps: average = 0.75 average + 0.25 parameters after each; what is frozen is to the bit what it was."""
+    optimizer = dataclasses.replace(harness.ADAMW, ema_decay=0.75, freeze=("*.attention.*",))
+    program = harness.program(harness.config("gqa", optimizer=optimizer, parallel=ParallelConfig(dp=4, tp=2)), 8)
+    states = [jax.device_get(program.initial_state())]
+    assert_same_bits(states[0].ema, states[0].params)
+    for step in range(2):
+        after, metrics = run(harness, program, states[-1], at=step, seed=step)
+        assert metrics["applied"] == 1
+        states.append(after)
+    for before, after in itertools.pairwise(states):
+        expected = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, before.ema, after.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7), after.ema, expected)
+    assert_same_bits(states[-1].params["moe_layers"]["attention"], states[0].params["moe_layers"]["attention"])
+    assert (
+        states[-1].params["moe_layers"]["moe"]["router"]["weight"]
+        != states[0].params["moe_layers"]["moe"]["router"]["weight"]
+    ).any()

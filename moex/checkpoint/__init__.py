@@ -1,17 +1,18 @@
 """Saving and restoring the training state by orbax (v1), and looking at what was saved.
 
 A checkpoint is named by the number of steps done; it holds the whole `TrainState` as nested names, independent of the
-mesh it was saved from.
+mesh it was saved from. Beside it stand the checksum of every array and what the run knew of itself.
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from moex.checkpoint.checksum import checksums
 from moex.config import CheckpointConfig
 from moex.train.state import TrainState
 
@@ -45,10 +46,15 @@ class Checkpoints:
         """Whether a checkpoint after `step` steps is wanted."""
         return self._checkpointer.should_save(step)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Starts saving; returns once the values are out of the device's buffers, so the next step may reuse them."""
+    def save(self, step: int, state: TrainState, facts: Mapping[str, Any] | None = None) -> None:
+        """Starts saving; returns once the values are out of the device's buffers, so the next step may reuse them.
+
+        facts: of the run, for those who look at the checkpoint later; what JSON can hold.
+        """
         if self.latest != step:
-            self._checkpointer.save_async(step, _named(state), force=True)
+            tree = _named(state)
+            metadata: Any = dict(facts or {}) | dict(checksums=checksums(tree))
+            self._checkpointer.save_async(step, tree, force=True, custom_metadata=metadata)
 
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state after `step` steps (None: the newest), laid out as `abstract` says, on whatever mesh that is."""
@@ -57,7 +63,8 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _reading(run_folder: str | Path) -> Generator[ocp.training.Checkpointer]:
+def reading(run_folder: str | Path) -> Generator[ocp.training.Checkpointer]:
+    """The checkpoints of a run, to look at.  Raises ValueError when there is none."""
     folder = Path(run_folder) / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run_folder} has no folder `checkpoints`: give the folder of a run")
@@ -73,14 +80,19 @@ def open_step(run_folder: str | Path, step: int | None = None) -> dict[str, Any]
     Args: step as in the folder's name; None takes the newest.
     Raises ValueError when the folder holds no checkpoint of that step.
     """
-    with _reading(run_folder) as checkpointer:
-        steps = [c.step for c in checkpointer.checkpoints]
-        if step is not None and step not in steps:
-            raise ValueError(f"{run_folder} has no checkpoint of step {step}; it has {steps}")
-        kept = checkpointer.metadata(step).metadata
+    with reading(run_folder) as checkpointer:
+        kept = about(checkpointer, step).metadata
         local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local)
         return jax.device_get(checkpointer.load(step, jax.tree.map(shaped, kept)))
+
+
+def about(checkpointer: ocp.training.Checkpointer, step: int | None) -> Any:
+    """What orbax knows of a step (None: the newest): tree of shapes, times, our facts.  Raises ValueError without it."""
+    steps = [c.step for c in checkpointer.checkpoints]
+    if step is not None and step not in steps:
+        raise ValueError(f"{checkpointer.directory.parent} has no checkpoint of step {step}; it has {steps}")
+    return checkpointer.metadata(step)
 
 
 def _named(state: TrainState) -> Any:

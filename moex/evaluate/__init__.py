@@ -1,4 +1,4 @@
-"""Loss on held-out text, exact: every predictable token once, weighed alike."""
+"""Loss on held-out text, every predictable token once, weighed alike: in a run, and by `python -m moex.evaluate RUN`."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def evaluate(programs: Sequence[Program], state: TrainState, batches: Batches, *
     programs: with rising buffer sizes, the last of which cannot overflow; a batch is read again with the next where one
     does. Raises ValueError when no token is predictable.
     """
-    num = min(batches.num_eval_batches, max(1, max_rows // batches.windows_per_step))
+    num = min(batches.num_eval_batches, max(1, max_rows // batches.rows_per_step))
 
     def summed(by: Program, i: int):
         batch = place_batch(lambda rows: batches.eval_batch(i, rows), 0, by.batch)
