@@ -69,9 +69,8 @@ def test_blocks_of_queries_add_up(block_size, ordered, window):
     q, k, v, g = (rng.normal(size=(B, S, n, 8)).astype(np.float32) for n in (4, 2, 2, 4))
     tokens = tokens_of(SEGMENTS["padded"])
     places = blockwise.Places(tokens.segments, tokens.index)
-    blocks = lambda q, k, v: blockwise.attention(
-        q, k, v, places, places, scale=0.7, window=window, ordered=ordered, block_size=block_size
-    )
+    rule = blockwise.Rule(scale=0.7, window=window)
+    blocks = lambda q, k, v: blockwise.attention(q, k, v, places, places, rule, ordered=ordered, block_size=block_size)
     both = lambda f: quick_jit(lambda *a: (*jax.vjp(f, *a[:3])[1](a[3]), f(*a[:3])))(q, k, v, g)
     for got, want in zip(both(blocks), both(lambda *a: naive(*a, tokens, window)), strict=True):
         np.testing.assert_allclose(got, want, atol=5e-6 * np.abs(want).max())

@@ -1,0 +1,143 @@
+"""Streams a public checkpoint into sharded arrays, one tensor's part at a time.
+
+The host holds one piece: a matrix of one layer, or of one expert. Each device's shard is made on the device and the pieces
+are written into it there, so that no shard is ever a host array.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moex.config import ModelConfig
+from moex.hf.folder import Folder
+from moex.hf.names import LAYOUTS, Piece, pieces
+from moex.layers import param
+
+Progress = Callable[[str, int, int], None]
+"""Called after each piece with its tensor's name, its number from 1, and the number of pieces."""
+
+
+class Shape(NamedTuple):
+    """Of a parameter: the whole of it, and where it lies."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+
+
+def check_tensors(folder: Folder, model: ModelConfig, family: str, *, left_out: Iterable[str] = ()) -> list[Piece]:
+    """The pieces that the model is made of.
+
+    left_out: names that may be there without being read. Raises ValueError that names every tensor that is missing,
+    unexpected or of another shape than the configuration asks for.
+    """
+    wanted = pieces(model, family)
+    shapes = public_shapes(model, wanted)
+    found = folder.tensors
+    missing = [name for name in shapes if name not in found]
+    unexpected = [name for name in found if name not in shapes and name not in set(left_out)]
+    wrong = [
+        f"{name} {found[name].shape} (config.json: {shape})"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
+    ]
+    problems = [f"{what}: {', '.join(names)}" for what, names in
+                dict(missing=missing, unexpected=unexpected, shape=wrong).items() if names]  # fmt: skip
+    if problems:
+        raise ValueError(f"{folder.path} doesn't hold the tensors of its config.json. " + "; ".join(problems))
+    return wanted
+
+
+def public_shapes(model: ModelConfig, wanted: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the public tensors, in their order."""
+    whole, leading, shapes = full_shapes(model), {}, {}
+    for piece in wanted:
+        top = leading.get(piece.tensor, ())
+        leading[piece.tensor] = tuple(max(n, i + 1) for n, i in zip(top or piece.index, piece.index, strict=True))
+        shapes[piece.tensor] = LAYOUTS[piece.how].public(_like(piece_shape(whole[piece.param], piece))).shape
+    return {name: leading[name] + shape for name, shape in shapes.items()}
+
+
+def full_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name, and of the router bias."""
+    from moex.hf.names import ROUTER_BIAS
+    from moex.models.decoder import Decoder
+
+    shapes: dict[str, tuple[int, ...]] = {ROUTER_BIAS: (model.num_moe_layers, model.router.num_experts)}
+    param.named_map(lambda name, d: shapes.update({name: d.full_shape}), Decoder(model).declarations)
+    return shapes
+
+
+def piece_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    """Shape of a piece of a parameter of this shape."""
+    at = (*piece.at, *[slice(None)] * (len(whole) - len(piece.at)))
+    return tuple(len(range(*s.indices(n))) for s, n in zip(at, whole, strict=True) if isinstance(s, slice))
+
+
+def _like(shape: tuple[int, ...]) -> np.ndarray:
+    """An array of a shape that takes no memory."""
+    return np.broadcast_to(np.uint8(0), shape)
+
+
+def load(folder: Folder, wanted: list[Piece], targets: Mapping[str, Any], progress: Progress) -> dict[str, jax.Array]:
+    """The parameters by name, float32, laid out as `targets` (anything with shape and sharding) says.
+
+    What no piece fills is zero: rows past the vocabulary, and a router bias that a family doesn't have.
+    """
+    shards = {name: _Shards(tuple(target.shape), target.sharding) for name, target in targets.items()}
+    for number, piece in enumerate(wanted, 1):
+        target = shards[piece.param]
+        read = functools.cache(lambda piece=piece, target=target: _own(folder, piece, target.shape))
+        target.put(piece.at, read)
+        progress(piece.tensor, number, len(wanted))
+    return {name: target.joined() for name, target in shards.items()}
+
+
+def _own(folder: Folder, piece: Piece, whole: tuple[int, ...]) -> np.ndarray:
+    public = folder.read(piece.tensor, piece.index)
+    return LAYOUTS[piece.how].own(public, piece_shape(whole, piece))
+
+
+class _Shards:
+    """An array in the making: one buffer on each of this process's devices."""
+
+    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding):
+        self.shape, self.sharding = shape, sharding
+        self.where = sharding.addressable_devices_indices_map(shape)
+        local = sharding.shard_shape(shape)
+        self.buffers = {device: _zeros(local, device) for device in self.where}
+
+    def put(self, at: tuple[int | slice, ...], read: Callable[[], np.ndarray]) -> None:
+        """Writes a piece into every shard that has some of it; `read` is called only if one does."""
+        at = (*at, *[slice(None)] * (len(self.shape) - len(at)))
+        for device, index in self.where.items():
+            inside, starts = [], []  # the part of the piece that this shard has, and where in the shard it goes
+            for own, part, size in zip(index or at, at, self.shape, strict=True):
+                first, last, _ = own.indices(size) if isinstance(own, slice) else (own, own + 1, 1)
+                low, high, _ = part.indices(size) if isinstance(part, slice) else (part, part + 1, 1)
+                begin, end = max(first, low), min(last, high)
+                starts.append(begin - first)
+                inside.append((begin - low, end - low, isinstance(part, slice)))
+            if any(end <= begin for begin, end, _ in inside):
+                continue
+            values = read()[tuple(slice(begin, end) for begin, end, kept in inside if kept)]
+            shape = tuple(end - begin for begin, end, _ in inside)
+            values = np.ascontiguousarray(values, np.float32).reshape(shape)
+            place = [np.int32(n) for n in starts]
+            self.buffers[device] = _written(self.buffers[device], jax.device_put(values, device), place)
+
+    def joined(self) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.buffers.values()))
+
+
+def _zeros(shape: tuple[int, ...], device: jax.Device) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=jax.sharding.SingleDeviceSharding(device))()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(buffer, values, place):
+    return lax.dynamic_update_slice(buffer, values, place)

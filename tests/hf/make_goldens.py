@@ -1,0 +1,112 @@
+"""Makes tiny public checkpoints with the reference library's results: needs torch and transformers, which moex does not.
+
+`python tests/hf/make_goldens.py FAMILY FOLDER` writes into FOLDER `config.json` and `model.safetensors` as the library saves
+them, and `expected.safetensors`: `input_ids`, `logits`, `loss` (mean over next tokens, without auxiliary losses),
+`router_logits.I` of the I-th MoE layer, `aux_loss` where the family has one, and `grad.NAME` of the loss by every tensor.
+All in float32 on a CPU; the files in tests/goldens/hf were made with transformers 5.24.
+"""
+
+import copy
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+SIZES = dict(
+    vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=128, num_experts_per_tok=2, attn_implementation="eager", dtype="float32",
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1
+)
+CASES = dict(
+    mixtral=dict(intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
+    qwen2_moe=dict(
+        intermediate_size=64, moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=8,
+        num_experts_per_tok=3, decoder_sparse_step=2, num_hidden_layers=4,
+    ),
+    qwen3_moe=dict(intermediate_size=64, moe_intermediate_size=24, num_experts=8, head_dim=16, norm_topk_prob=True),
+    olmoe=dict(intermediate_size=24, num_experts=8, num_key_value_heads=4, norm_topk_prob=False),
+    gpt_oss=dict(
+        intermediate_size=32, num_local_experts=4, head_dim=16, sliding_window=8,
+        rope_parameters=YARN | dict(factor=32.0, original_max_position_embeddings=4096, rope_theta=150_000.0, truncate=False),
+    ),
+    deepseek_v2=LATENT | dict(
+        intermediate_size=64, moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
+        num_hidden_layers=3, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0,
+        q_lora_rank=None, rope_parameters=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    deepseek_v3=LATENT | dict(
+        intermediate_size=64, moe_intermediate_size=24, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+        first_k_dense_replace=1, num_hidden_layers=3, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    glm4_moe=dict(
+        intermediate_size=64, moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, head_dim=16,
+        attention_bias=True, use_qk_norm=True, first_k_dense_replace=1, num_hidden_layers=3, routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+    ),
+)  # fmt: skip
+
+
+def build(family: str, seed: int = 0):
+    """A model whose every parameter matters: nothing is zero or one."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **SIZES | CASES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            around = 1.0 if "norm" in name else 0.0
+            value.copy_(around + 0.2 * torch.randn(value.shape))
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(0.2 * torch.randn(value.shape))
+    return model
+
+
+def router_logits(model, ids) -> list[torch.Tensor]:
+    """What each router gives, in the order of the layers."""
+    found = []
+    routers = [m for name, m in model.named_modules() if name.rpartition(".")[2] in ("gate", "router")]
+    take = lambda _, __, out: found.append((out[0] if isinstance(out, tuple) else out).detach().flatten(0, -2))
+    handles = [module.register_forward_hook(take) for module in routers]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def saved(model, folder: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of the public files."""
+    model.save_pretrained(folder, save_original_format=True)
+    return load_file(folder / "model.safetensors")
+
+
+def make(family: str, folder: Path) -> None:
+    model = build(family)
+    saved(model, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    ids = torch.randint(0, model.config.vocab_size, (2, 24))
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    results = dict(input_ids=ids.int(), logits=out.logits.detach(), loss=out.loss.detach()[None])
+    results |= {f"router_logits.{i}": x for i, x in enumerate(router_logits(model, ids))}
+    if "output_router_logits" in model.config and getattr(model.config, "router_aux_loss_coef", 0):
+        results["aux_loss"] = model(ids, labels=ids, output_router_logits=True).aux_loss.detach().reshape(1)
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for value, source in zip(gradients.parameters(), model.parameters(), strict=True):
+            value.copy_(source.grad)
+    with tempfile.TemporaryDirectory() as there:
+        named = saved(gradients, Path(there))
+    kept = {f"grad.{name}": x for name, x in named.items() if not name.endswith("e_score_correction_bias")}
+    save_file({name: x.contiguous() for name, x in (results | kept).items()}, folder / "expected.safetensors")
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))
