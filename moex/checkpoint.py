@@ -5,11 +5,14 @@ mesh it was saved from.
 """
 
 import contextlib
-from collections.abc import Generator
+import functools
+import operator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from moex.config import CheckpointConfig
@@ -50,6 +53,19 @@ class Checkpoints:
         if self.latest != step:
             self._checkpointer.save_async(step, _named(state), force=True)
 
+    def save_weights(self, params: Any, router_bias: Any) -> None:
+        """Saves a state of step 0 that has these alone, and waits; a run begins from it with a fresh optimizer."""
+        weights: Any = dict(params=params, router_bias=router_bias)
+        self._checkpointer.save(0, weights)
+
+    def weights(self, abstract: TrainState) -> dict[str, Any] | None:
+        """`params` and `router_bias` of `save_weights`, laid out as `abstract` says; None where no such state was saved."""
+        if self.latest != 0:
+            return None
+        wanted: Any = dict(params=abstract.params, router_bias=abstract.router_bias)
+        values: Any = self._checkpointer.load(0, wanted)
+        return values
+
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state after `step` steps (None: the newest), laid out as `abstract` says, on whatever mesh that is."""
         values: Any = self._checkpointer.load(step, _named(abstract))
@@ -57,11 +73,37 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _reading(run_folder: str | Path) -> Generator[ocp.training.Checkpointer]:
+def saved_arrays(run_folder: str | Path, step: int | None = None) -> Generator[Callable[[str], np.ndarray]]:
+    """A function that reads one array of a saved step by its dotted name ("params.ends.embedding"), and no other.
+
+    Raises ValueError as `open_step`; the function raises KeyError for a name that wasn't saved.
+    """
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with _reading(run_folder, context) as checkpointer:
+        kept: Any = checkpointer.metadata(_step_of(checkpointer, run_folder, step)).metadata
+        local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        at: Callable[[Any, list[str]], Any] = lambda tree, path: functools.reduce(operator.getitem, path, tree)
+        inside: Callable[[Any, str], Any] = lambda tree, name: {name: tree}
+
+        def read(name: str) -> np.ndarray:
+            path = name.split(".")
+            leaf = at(kept, path)
+            wanted: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=local)
+            for part in reversed(path):
+                wanted = inside(wanted, part)
+            found = checkpointer.load(step, wanted)
+            return jax.device_get(at(found, path))
+
+        yield read
+
+
+@contextlib.contextmanager
+def _reading(run_folder: str | Path, context: ocp.Context | None = None) -> Generator[ocp.training.Checkpointer]:
     folder = Path(run_folder) / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run_folder} has no folder `checkpoints`: give the folder of a run")
-    with ocp.training.Checkpointer(str(folder.absolute())) as checkpointer:
+    with ocp.training.Checkpointer(str(folder.absolute()), context=context) as checkpointer:
         if checkpointer.latest is None:
             raise ValueError(f"{folder} holds no finished checkpoint")
         yield checkpointer
@@ -74,13 +116,18 @@ def open_step(run_folder: str | Path, step: int | None = None) -> dict[str, Any]
     Raises ValueError when the folder holds no checkpoint of that step.
     """
     with _reading(run_folder) as checkpointer:
-        steps = [c.step for c in checkpointer.checkpoints]
-        if step is not None and step not in steps:
-            raise ValueError(f"{run_folder} has no checkpoint of step {step}; it has {steps}")
-        kept = checkpointer.metadata(step).metadata
+        kept = checkpointer.metadata(_step_of(checkpointer, run_folder, step)).metadata
         local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local)
         return jax.device_get(checkpointer.load(step, jax.tree.map(shaped, kept)))
+
+
+def _step_of(checkpointer: ocp.training.Checkpointer, run_folder: str | Path, step: int | None) -> int | None:
+    """The step itself.  Raises ValueError when there is none of that number."""
+    steps = [c.step for c in checkpointer.checkpoints]
+    if step is not None and step not in steps:
+        raise ValueError(f"{run_folder} has no checkpoint of step {step}; it has {steps}")
+    return step
 
 
 def _named(state: TrainState) -> Any:

@@ -36,6 +36,10 @@ class Described(NamedTuple):
         """What an exported file keeps the numbers in: their own format, BF16 for what was quantised."""
         return self.stored[""].dtype if len(self.stored) == 1 else np.dtype(ml_dtypes.bfloat16)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(stored.num_bytes for stored in self.stored.values())
+
 
 class Folder:
     """A checkpoint folder.  config: its config.json.  tensors: `Described` by name.
@@ -107,8 +111,10 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     A byte has the earlier number in its low half; the exponent is biased by 127, 255 is not a number. Rows become columns.
     """
     pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], 32)
-    factors = np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
-    values = pairs * factors[..., None].astype(np.float32)
+    exponents = np.where(scales == 255, 0, scales.astype(np.int32) - 127)
+    factors = np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
+    with np.errstate(over="ignore"):  # 6 x 2^127 is infinite in float32
+        values = pairs * factors[..., None]
     return values.reshape(*values.shape[:-2], -1).swapaxes(-1, -2)
 
 

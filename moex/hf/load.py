@@ -1,32 +1,32 @@
 """Streams a public checkpoint into sharded arrays, one tensor's part at a time.
 
 The host holds one piece: a matrix of one layer, or of one expert. Each device's shard is made on the device and the pieces
-are written into it there, so that no shard is ever a host array.
+are written into it there, so that no shard but a small one is ever a host array.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
 from moex.config import ModelConfig
 from moex.hf.folder import Folder
-from moex.hf.names import LAYOUTS, Piece, pieces
+from moex.hf.names import LAYOUTS, ROUTER_BIAS, Piece, pieces
 from moex.layers import param
+from moex.models.decoder import Decoder
 
 Progress = Callable[[str, int, int], None]
 """Called after each piece with its tensor's name, its number from 1, and the number of pieces."""
 
 
-class Shape(NamedTuple):
-    """Of a parameter: the whole of it, and where it lies."""
-
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
+SMALL_BYTES = 2**20
+"""Shards up to this size are put together on the host, where writing a piece needs no compiled program."""
 
 
 def check_tensors(folder: Folder, model: ModelConfig, family: str, *, left_out: Iterable[str] = ()) -> list[Piece]:
@@ -45,8 +45,13 @@ def check_tensors(folder: Folder, model: ModelConfig, family: str, *, left_out: 
         for name, shape in shapes.items()
         if name in found and found[name].shape != shape
     ]
+    odd = [
+        f"{name} {found[name].dtype}"
+        for name in shapes
+        if name in found and found[name].dtype not in (np.float32, np.float16, ml_dtypes.bfloat16)
+    ]
     problems = [f"{what}: {', '.join(names)}" for what, names in
-                dict(missing=missing, unexpected=unexpected, shape=wrong).items() if names]  # fmt: skip
+                dict(missing=missing, unexpected=unexpected, shape=wrong, format=odd).items() if names]  # fmt: skip
     if problems:
         raise ValueError(f"{folder.path} doesn't hold the tensors of its config.json. " + "; ".join(problems))
     return wanted
@@ -64,9 +69,6 @@ def public_shapes(model: ModelConfig, wanted: Iterable[Piece]) -> dict[str, tupl
 
 def full_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters by name, and of the router bias."""
-    from moex.hf.names import ROUTER_BIAS
-    from moex.models.decoder import Decoder
-
     shapes: dict[str, tuple[int, ...]] = {ROUTER_BIAS: (model.num_moe_layers, model.router.num_experts)}
     param.named_map(lambda name, d: shapes.update({name: d.full_shape}), Decoder(model).declarations)
     return shapes
@@ -83,12 +85,14 @@ def _like(shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.uint8(0), shape)
 
 
-def load(folder: Folder, wanted: list[Piece], targets: Mapping[str, Any], progress: Progress) -> dict[str, jax.Array]:
+def load(
+    folder: Folder, wanted: list[Piece], targets: Mapping[str, Any], progress: Progress, *, small_bytes: int = SMALL_BYTES
+) -> dict[str, jax.Array]:  # fmt: skip
     """The parameters by name, float32, laid out as `targets` (anything with shape and sharding) says.
 
     What no piece fills is zero: rows past the vocabulary, and a router bias that a family doesn't have.
     """
-    shards = {name: _Shards(tuple(target.shape), target.sharding) for name, target in targets.items()}
+    shards = {name: _Shards(tuple(x.shape), x.sharding, small_bytes) for name, x in targets.items()}
     for number, piece in enumerate(wanted, 1):
         target = shards[piece.param]
         read = functools.cache(lambda piece=piece, target=target: _own(folder, piece, target.shape))
@@ -103,13 +107,15 @@ def _own(folder: Folder, piece: Piece, whole: tuple[int, ...]) -> np.ndarray:
 
 
 class _Shards:
-    """An array in the making: one buffer on each of this process's devices."""
+    """An array in the making: one buffer for each of this process's devices, on the device or, a small one, on the host."""
 
-    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding):
+    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, small_bytes: int):
         self.shape, self.sharding = shape, sharding
         self.where = sharding.addressable_devices_indices_map(shape)
         local = sharding.shard_shape(shape)
-        self.buffers = {device: _zeros(local, device) for device in self.where}
+        self.small = 4 * math.prod(local) <= small_bytes
+        zeros = (lambda _: np.zeros(local, np.float32)) if self.small else functools.partial(_zeros, local)
+        self.buffers: dict[jax.Device, Any] = {device: zeros(device) for device in self.where}
 
     def put(self, at: tuple[int | slice, ...], read: Callable[[], np.ndarray]) -> None:
         """Writes a piece into every shard that has some of it; `read` is called only if one does."""
@@ -127,11 +133,15 @@ class _Shards:
             values = read()[tuple(slice(begin, end) for begin, end, kept in inside if kept)]
             shape = tuple(end - begin for begin, end, _ in inside)
             values = np.ascontiguousarray(values, np.float32).reshape(shape)
+            if self.small:
+                self.buffers[device][tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))] = values
+                continue
             place = [np.int32(n) for n in starts]
             self.buffers[device] = _written(self.buffers[device], jax.device_put(values, device), place)
 
     def joined(self) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.buffers.values()))
+        parts = [jax.device_put(x, device) for device, x in self.buffers.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
 def _zeros(shape: tuple[int, ...], device: jax.Device) -> jax.Array:

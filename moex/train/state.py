@@ -1,5 +1,6 @@
 """All that a step carries over to the next, and where it lies on the mesh."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,15 +69,21 @@ def abstract_state(
 
 
 def initial_state(
-    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, abstract: TrainState
+    config: RunConfig, decoder: Decoder, abstract: TrainState, weights: Mapping[str, Any] | None = None
 ) -> TrainState:
-    """Draws parameters, and zeros for the rest, on the mesh that `abstract` names."""
+    """Draws parameters, and zeros for the rest, on the mesh that `abstract` names.
+
+    weights: `params` and `router_bias` to begin with in their place, laid out as `abstract` says.
+    """
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = param.initial_values(
-        decoder.declarations, config.train.seed, config.model.init_std, config.model.num_layers, shardings.params
-    )
+    if weights is None:
+        params = param.initial_values(
+            decoder.declarations, config.train.seed, config.model.init_std, config.model.num_layers, shardings.params
+        )
+    else:
+        params = weights["params"]
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
     rest = jax.jit(
         lambda: zeros(abstract._replace(params=None)), out_shardings=shardings._replace(params=None)
     )()  # optax starts its moments and counts at zero
-    return rest._replace(params=params)
+    return rest._replace(params=params, **({} if weights is None else dict(router_bias=weights["router_bias"])))

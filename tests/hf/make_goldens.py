@@ -3,7 +3,8 @@
 `python tests/hf/make_goldens.py FAMILY FOLDER` writes into FOLDER `config.json` and `model.safetensors` as the library saves
 them, and `expected.safetensors`: `input_ids`, `logits`, `loss` (mean over next tokens, without auxiliary losses),
 `router_logits.I` of the I-th MoE layer, `aux_loss` where the family has one, and `grad.NAME` of the loss by every tensor.
-All in float32 on a CPU; the files in tests/goldens/hf were made with transformers 5.24.
+`quantised FILE` writes codes and their numbers. All in float32 on a CPU; the files in tests/goldens were made with
+transformers 5.24.
 """
 
 import copy
@@ -108,5 +109,24 @@ def make(family: str, folder: Path) -> None:
     save_file({name: x.contiguous() for name, x in (results | kept).items()}, folder / "expected.safetensors")
 
 
+def quantised(file: Path) -> None:
+    """Codes with scales and what the library makes of them: MXFP4 with every code and extreme exponents; FP8 blocks."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
+    blocks[0, :, 0] = torch.arange(96, dtype=torch.uint8).reshape(6, 16)
+    scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
+    scales[0, 0] = torch.tensor([1, 127, 254])
+    values = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+    codes = (torch.randn(256, 384) * 100).to(torch.float8_e4m3fn)
+    factors = torch.rand(2, 3) * 1e-3 + 1e-5
+    numbers = Fp8Dequantize(None)._dequantize_one(codes, factors, torch.float32)
+    mxfp4 = {"mxfp4.x_blocks": blocks, "mxfp4.x_scales": scales, "mxfp4.expected": values.contiguous()}
+    fp8 = {"fp8.x": codes.view(torch.uint8), "fp8.x_scale_inv": factors, "fp8.expected": numbers.float().contiguous()}
+    save_file(mxfp4 | fp8, file)
+
+
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    quantised(Path(sys.argv[2])) if sys.argv[1] == "quantised" else make(sys.argv[1], Path(sys.argv[2]))
