@@ -53,11 +53,6 @@ class Checkpoints:
         if self.latest != step:
             self._checkpointer.save_async(step, _named(state), force=True)
 
-    def save_weights(self, params: Any, router_bias: Any) -> None:
-        """Saves a state of step 0 that has these alone, and waits; a run begins from it with a fresh optimizer."""
-        weights: Any = dict(params=params, router_bias=router_bias)
-        self._checkpointer.save(0, weights)
-
     def weights(self, abstract: TrainState) -> dict[str, Any] | None:
         """`params` and `router_bias` of `save_weights`, laid out as `abstract` says; None where no such state was saved."""
         if self.latest != 0:
@@ -70,6 +65,22 @@ class Checkpoints:
         """The state after `step` steps (None: the newest), laid out as `abstract` says, on whatever mesh that is."""
         values: Any = self._checkpointer.load(step, _named(abstract))
         return TrainState(**values)
+
+
+def save_weights(run_folder: str | Path, params: Any, router_bias: Any) -> None:
+    """Saves a state of step 0 that has these alone, and waits; a run begins from it with a fresh optimizer.
+
+    Nothing changes the arrays meanwhile, so the host needs no copies of them, only the pieces that are being written.
+    """
+    weights: Any = dict(params=params, router_bias=router_bias)
+    context = ocp.Context()
+    context.memory.deepcopy_host_arrays = False
+    largest = max(x.nbytes for x in jax.tree.leaves(weights))
+    context.memory.write_concurrent_bytes = context.memory.transfer_concurrent_bytes = largest + 1
+    context.array.saving.storage_options.chunk_byte_size = 2**26
+    folder = Path(run_folder) / "checkpoints"
+    with ocp.training.Checkpointer(str(folder.absolute()), context=context) as checkpointer:
+        checkpointer.save(0, weights)
 
 
 @contextlib.contextmanager

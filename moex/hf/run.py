@@ -11,7 +11,7 @@ import jax
 
 from mesh import distributed
 from moex import cli
-from moex.checkpoint import Checkpoints, saved_arrays
+from moex.checkpoint import save_weights, saved_arrays
 from moex.config import ModelConfig, RunConfig
 from moex.hf import storage
 from moex.hf.folder import CARRIED, Folder
@@ -53,8 +53,7 @@ def import_run(source: Path, run: Path, flags: Sequence[str], progress: Progress
         run.mkdir(parents=True, exist_ok=True)
         _keep_origin(folder, run / ORIGIN)
     values = load(folder, wanted, targets(program.state), progress)
-    with Checkpoints(run, config.checkpoint) as checkpoints:
-        checkpoints.save_weights(nested(values), values[ROUTER_BIAS])
+    save_weights(run, nested(values), values[ROUTER_BIAS])
     if jax.process_index() == 0:
         (run / "config.json").write_text(cli.dump(config))  # last: a folder with it is complete
         print(f"imported to {run}: python train.py --config {run / 'config.json'}")

@@ -55,7 +55,7 @@ def write_folder(
     wanted = pieces(model, family)
     dtypes = formats(wanted, config.get("dtype") or config.get("torch_dtype") or "bfloat16", kept)
     folder.mkdir(parents=True, exist_ok=True)
-    places = _files(folder, public_shapes(model, wanted), dtypes, shard_bytes)
+    places = deal(folder, public_shapes(model, wanted), dtypes, shard_bytes)
     order = sorted(range(len(wanted)), key=lambda i: (wanted[i].param, i))
     name, whole = "", np.empty(0)
     for number, i in enumerate(order, 1):
@@ -75,7 +75,7 @@ def _converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return converted
 
 
-def _files(
+def deal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype], shard_bytes: int
 ) -> dict[str, Stored]:
     """Deals tensors to files in their public order, and makes the files."""
