@@ -167,18 +167,27 @@ class ModelConfig:
     """Standard deviation of initial weights; projections back to the residual stream get it over sqrt(2 L)."""
     tie_embeddings: bool = False
     """Use the embedding as the head."""
+    mtp_depth: int = 0
+    """Multi-token prediction in training: layers with experts after the last, each of which predicts one token further."""
+    mtp_coefficient: float = 0.1
+    """Weight of the mean of their losses."""
     attention: AttentionConfig = AttentionConfig()
     router: RouterConfig = RouterConfig()
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that have experts."""
-        first, every = self.num_dense_layers, self.moe_every
-        return tuple(i for i in range(first, self.num_layers) if (i - first + 1) % every == 0)
+        every = max(self.moe_every, 1)  # a wrong one is told by validation
+        return tuple(range(self.num_dense_layers + every - 1, self.num_layers, every))
 
     @property
     def num_moe_layers(self) -> int:
         return len(self.sparse_layers)
+
+    @property
+    def num_routers(self) -> int:
+        """Layers with experts, those of multi-token prediction with them, which come last wherever routers are counted."""
+        return self.num_moe_layers + self.mtp_depth
 
     @property
     def num_mlp_layers(self) -> int:

@@ -69,7 +69,7 @@ def public_shapes(model: ModelConfig, wanted: Iterable[Piece]) -> dict[str, tupl
 
 def full_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters by name, and of the router bias."""
-    shapes: dict[str, tuple[int, ...]] = {ROUTER_BIAS: (model.num_moe_layers, model.router.num_experts)}
+    shapes: dict[str, tuple[int, ...]] = {ROUTER_BIAS: (model.num_routers, model.router.num_experts)}
     param.named_map(lambda name, d: shapes.update({name: d.full_shape}), Decoder(model).declarations)
     return shapes
 

@@ -69,9 +69,22 @@ _STYLES = dict(
 _USUAL_MLP = Style().mlp
 
 
+_WITH_FURTHER = ("deepseek_v3", "glm4_moe")
+"""Families whose public files have layers that predict further tokens."""
+
+
 def pieces(model: ModelConfig, family: str) -> list[Piece]:
-    """Of every parameter, in the public order of layers; together they are all of the model."""
-    return list(_ends(model)) + list(_layers(model, _STYLES.get(family, Style())))
+    """Of every parameter, in the public order of layers; together they are all of the model.
+
+    Raises ValueError when the model predicts further tokens and the family's files have no place for that.
+    """
+    if model.mtp_depth and family not in _WITH_FURTHER:
+        raise ValueError(
+            f"model.mtp_depth={model.mtp_depth}: public files of {family} have no layers that predict further tokens, only "
+            f"those of {', '.join(_WITH_FURTHER)}"
+        )
+    style = _STYLES.get(family, Style())
+    return list(_ends(model)) + list(_layers(model, style)) + list(_further(model, style))
 
 
 def _ends(model: ModelConfig) -> Iterator[Piece]:
@@ -85,38 +98,57 @@ def _ends(model: ModelConfig) -> Iterator[Piece]:
 def _layers(model: ModelConfig, style: Style) -> Iterator[Piece]:
     done = dict(dense_layers=0, moe_layers=0)
     for i, kind in enumerate(kinds(model)):
-        layer, at = _Layer(f"model.layers.{i}", kind.stack, done[kind.stack]), done[kind.stack]
+        at = done[kind.stack]
+        yield from _one(_Layer(f"model.layers.{i}", kind.stack, at), model, style, at if kind.sparse else None)
         done[kind.stack] += 1
-        yield layer.piece("input_layernorm.weight", "attention_norm.weight")
-        yield from layer.all(
-            _latent(model) if model.attention.kind == "mla" else _grouped(model), "self_attn", "attention"
-        )
-        yield layer.piece("post_attention_layernorm.weight", "ffn_norm.weight")
-        if not kind.sparse:
-            yield from layer.mlp("mlp", "mlp", _USUAL_MLP)
-            continue
-        yield layer.piece(f"{style.block}.{style.router}.weight", "moe.router.weight", "matrix")
-        if model.router.logit_bias:
-            yield layer.piece(f"{style.block}.{style.router}.bias", "moe.router.bias")
-        if model.router.score_function == "sigmoid":
-            name = f"{layer.public}.{style.block}.gate.e_score_correction_bias"
-            yield Piece(name, (), ROUTER_BIAS, (at,), "same")
-        yield from _experts(layer, model, style)
-        if model.shared_width:
-            yield from layer.mlp(f"{style.block}.{style.shared}", "moe.shared", _USUAL_MLP)
-        if model.shared_gate:
-            yield layer.piece(f"{style.block}.shared_expert_gate.weight", "moe.shared_gate", "row")
+
+
+def _further(model: ModelConfig, style: Style) -> Iterator[Piece]:
+    """Of layers past the last; the files repeat the embedding and the head in each of them."""
+    for depth in range(model.mtp_depth):
+        layer = _Layer(f"model.layers.{model.num_layers + depth}", "mtp", depth)
+        yield layer.piece("enorm.weight", "ahead.embedding_norm.weight")
+        yield layer.piece("hnorm.weight", "ahead.hidden_norm.weight")
+        yield layer.piece("eh_proj.weight", "ahead.project", "matrix")
+        yield layer.piece("shared_head.norm.weight", "ahead.norm.weight")
+        real = (slice(0, model.vocab_size),)
+        yield Piece(f"{layer.public}.embed_tokens.weight", (), "ends.embedding", real, "same")
+        head = "ends.embedding" if model.tie_embeddings else "ends.head"
+        yield Piece(f"{layer.public}.shared_head.head.weight", (), head, real, "same")
+        yield from _one(layer._replace(inside="layer."), model, style, model.num_moe_layers + depth)
+
+
+def _one(layer: "_Layer", model: ModelConfig, style: Style, router: int | None) -> Iterator[Piece]:
+    """router: number of its router among all, None for a dense layer."""
+    yield layer.piece("input_layernorm.weight", "attention_norm.weight")
+    yield from layer.all(_latent(model) if model.attention.kind == "mla" else _grouped(model), "self_attn", "attention")
+    yield layer.piece("post_attention_layernorm.weight", "ffn_norm.weight")
+    if router is None:
+        yield from layer.mlp("mlp", "mlp", _USUAL_MLP)
+        return
+    yield layer.piece(f"{style.block}.{style.router}.weight", "moe.router.weight", "matrix")
+    if model.router.logit_bias:
+        yield layer.piece(f"{style.block}.{style.router}.bias", "moe.router.bias")
+    if model.router.score_function == "sigmoid":
+        name = f"{layer.public}.{style.block}.gate.e_score_correction_bias"
+        yield Piece(name, (), ROUTER_BIAS, (router,), "same")
+    yield from _experts(layer, model, style)
+    if model.shared_width:
+        yield from layer.mlp(f"{style.block}.{style.shared}", "moe.shared", _USUAL_MLP)
+    if model.shared_gate:
+        yield layer.piece(f"{style.block}.shared_expert_gate.weight", "moe.shared_gate", "row")
 
 
 class _Layer(NamedTuple):
-    """One layer: its public name, its stack and its number there."""
+    """One layer: its public name, its stack, its number there, and what stands before its parameters' names."""
 
     public: str
     stack: str
     number: int
+    inside: str = ""
 
     def piece(self, public: str, own: str, how: str = "same", *at: int | slice, index: tuple[int, ...] = ()) -> Piece:
-        return Piece(f"{self.public}.{public}", index, f"{self.stack}.{own}", (self.number, *at), how)
+        return Piece(f"{self.public}.{public}", index, f"{self.stack}.{self.inside}{own}", (self.number, *at), how)
 
     def all(self, names: Mapping[str, tuple[str, str]], public: str, own: str) -> Iterator[Piece]:
         for name, (path, how) in names.items():

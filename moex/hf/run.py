@@ -39,7 +39,7 @@ def import_run(source: Path, run: Path, flags: Sequence[str], progress: Progress
     base = RunConfig(name=run.name, folder=str(run), model=model)
     config = cli.overridden(flags, base, "python -m moex.hf import DIR RUN")
     _check(config, model)
-    extra = _beyond(folder, model)
+    extra = _beyond(folder, config.model)
     wanted = check_tensors(folder, config.model, family, left_out=extra)
     if run.exists() and any(run.iterdir()):
         raise ConfigError(f"{run} is not empty: give a folder that doesn't exist")
@@ -79,7 +79,8 @@ def _beyond(folder: Folder, model: ModelConfig) -> list[str]:
     number = lambda name: name.removeprefix("model.layers.").partition(".")[0]
     layers = [name for name in folder.tensors if name.startswith("model.layers.") and number(name).isdigit()]
     depth = folder.config.get("num_nextn_predict_layers") or folder.config.get("num_mtp_layers") or 0
-    return [name for name in layers if model.num_layers <= int(number(name)) < model.num_layers + depth]
+    first = model.num_layers + model.mtp_depth
+    return [name for name in layers if first <= int(number(name)) < model.num_layers + depth]
 
 
 def _account(folder: Folder, config: RunConfig, family: str, extra: list[str]):
@@ -139,4 +140,5 @@ def _public_config(config: RunConfig, origin: Path, family: str) -> tuple[dict[s
         if not family or family == family_name(public):
             return public, json.loads((origin / FORMATS).read_text())
     longest = dict(max_position_embeddings=config.train.seq_len, dtype=config.precision.compute_dtype)
-    return longest | to_public(config.model, family), {}
+    further = dict(num_nextn_predict_layers=config.model.mtp_depth) if config.model.mtp_depth else {}
+    return longest | further | to_public(config.model, family), {}

@@ -6,7 +6,7 @@ device (over tp), L MoE layers, E experts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
 from moex.layers.moe import MoE, MoEStats, Steering
+from moex.layers.mtp import Ahead, Further
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
 from moex.layers.tokens import Tokens, own_part
@@ -77,6 +78,14 @@ class Layer(nnx.Module):
             return x_BSD + y_BSD, stash, stats
 
 
+class FurtherLayer(nnx.Module):
+    """One depth of multi-token prediction: its input's projection, a layer with experts, a norm."""
+
+    def __init__(self, layer: Layer, d_model: int, norm_eps: float):
+        self.ahead = Ahead(d_model, norm_eps)
+        self.layer = layer
+
+
 class Ends(nnx.Module):
     """Embedding, final norm and head. Rows of the vocabulary past its true size are zero and stay so."""
 
@@ -91,8 +100,8 @@ class Ends(nnx.Module):
 class Decoder:
     """What is static of a model: its layers' structure and its parameters' declarations.
 
-    Parameters are a dict: `ends` (embedding, norm, head), `dense_layers`, `moe_layers`, the layers stacked along a leading
-    dim; a stack without layers is absent.
+    Parameters are a dict: `ends` (embedding, norm, head), `dense_layers`, `moe_layers`, `mtp`, the layers stacked along a
+    leading dim; a stack without layers is absent.
     """
 
     def __init__(
@@ -111,6 +120,11 @@ class Decoder:
         self.declarations = dict(ends=declarations(Ends(config))) | {
             kind.stack: declarations(module, stacked=counts[kind.stack]) for kind, module in modules.items()
         }
+        if config.mtp_depth:
+            layer = Layer(config, parallel, memory, precision, Kind(sparse=True, window=0))
+            module = FurtherLayer(layer, config.d_model, config.norm_eps)
+            self._further = nnx.graphdef(module)
+            self.declarations["mtp"] = declarations(module, stacked=config.mtp_depth)
 
     def hidden(
         self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
@@ -131,7 +145,8 @@ class Decoder:
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
         layers = {name: params[name] for name in params if name.endswith("_layers")}
         if "moe_layers" in layers:
-            layers["moe_layers"] = layers["moe_layers"], Steering.of(steering)
+            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
+            layers["moe_layers"] = layers["moe_layers"], own
         stash, stats, options = None, [], dict(training=training, record=record)
 
         def run(kind: Kind, x_BSD, stash, weights, steering):
@@ -160,6 +175,36 @@ class Decoder:
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
         with jax.named_scope("final_norm"):
             return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
+
+    def further(
+        self, params: Mapping, steering, hidden_BSD, known: Sequence[Further], fold: Fold, enter: Enter = as_they_are,
+        **options,
+    ) -> tuple[jax.Array, MoEStats]:  # fmt: skip
+        """Final activations of each depth of multi-token prediction, [k, B, S / tp, D], and statistics stacked over them.
+
+        Args:
+          hidden_BSD: of `hidden`.  steering: as there; the last k of it are for these layers, without recorded choices.
+          known: what each depth knows of the tokens.
+        """
+        embedding = enter("ends", params["ends"])["embedding"]
+        own = jax.tree.map(lambda x: x[self.config.num_moe_layers :], Steering.of(steering)._replace(replay_BSk=None))
+
+        def body(x_BSD, one):
+            weights, steering, known = one
+
+            def run(x_BSD, weights):
+                module = nnx.merge(self._further, enter("mtp", weights))
+                embedded_BSD = embed(known.ids, embedding, fold).astype(x_BSD.dtype)
+                x_BSD = module.ahead(x_BSD, embedded_BSD)
+                x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, **options)
+                return module.ahead.norm(x_BSD), stats
+
+            x_BSD, stats = recomputed("layer", self.memory.recompute)(run)(x_BSD, weights)
+            return x_BSD, (x_BSD, stats)
+
+        with jax.named_scope("mtp"):
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *known)
+            return lax.scan(body, hidden_BSD, (params["mtp"], own, stacked))[1]
 
     def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
         """An empty one for activations like these."""

@@ -9,11 +9,13 @@ from moex.config import AttentionConfig, ModelConfig
 from moex.layers import param
 
 
-def train_flops_per_token(model: ModelConfig, seq_len: int, *, mtp_depth: int = 0) -> float:
+def train_flops_per_token(model: ModelConfig, seq_len: int, *, mtp_depth: int | None = None) -> float:
     """FLOPs of one token's forward and backward pass in rows of `seq_len` tokens.
 
-    mtp_depth: multi-token-prediction layers, each one more MoE layer with two norms, a 2D x D projection and the head.
+    mtp_depth: multi-token-prediction layers (None: the model's), each one more MoE layer with two norms, a 2D x D
+    projection and the head.
     """
+    mtp_depth = model.mtp_depth if mtp_depth is None else mtp_depth
     d = model.d_model
     attention = _attention(model.attention, d, seq_len)
     dense = 3 * d * model.dense_width

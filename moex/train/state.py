@@ -61,7 +61,7 @@ def abstract_state(
         step=scalar((), jnp.int32),
         params=jax.tree.map(shaped, params, shardings),
         optimizer=moments,
-        router_bias=scalar((config.model.num_moe_layers, config.model.router.num_experts), jnp.float32),
+        router_bias=scalar((config.model.num_routers, config.model.router.num_experts), jnp.float32),
         skips=scalar((), jnp.int32),
         samples=scalar((2,), jnp.uint32),
         tokens=scalar((2,), jnp.uint32),

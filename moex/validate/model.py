@@ -105,6 +105,11 @@ def _ffn_problems(model: ModelConfig) -> list[str]:
     )  # fmt: skip
     if model.num_moe_layers == 0 and (on := [f"{name}={value}" for name, value in of_experts.items() if value]):
         problems.append(f"model: {', '.join(on)} have no effect without MoE layers; set them to 0")
+    if model.mtp_depth < 0 or (model.mtp_depth and not model.num_moe_layers):
+        problems.append(f"model.mtp_depth={model.mtp_depth} must be at least 0, and needs MoE layers")
+    if model.mtp_coefficient != ModelConfig.mtp_coefficient and not model.mtp_depth:
+        problems.append(f"model.mtp_coefficient={model.mtp_coefficient} has no effect with mtp_depth=0")
+    problems += negative("model", mtp_coefficient=model.mtp_coefficient)
     if model.shared_gate and not model.shared_width:
         problems.append("model.shared_gate has no effect with shared_width=0")
     if model.swiglu_alpha != ModelConfig.swiglu_alpha and not model.swiglu_limit:

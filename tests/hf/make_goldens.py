@@ -3,6 +3,7 @@
 `python tests/hf/make_goldens.py FAMILY FOLDER` writes into FOLDER `config.json` and `model.safetensors` as the library saves
 them, and `expected.safetensors`: `input_ids`, `logits`, `loss` (mean over next tokens, without auxiliary losses),
 `router_logits.I` of the I-th MoE layer, `aux_loss` where the family has one, and `grad.NAME` of the loss by every tensor.
+`further FOLDER` makes one with a layer that predicts a further token; `loss` is that of the model and 0.1 of that layer's.
 `quantised FILE` writes codes and their numbers. All in float32 on a CPU; the files in tests/goldens were made with
 transformers 5.24.
 """
@@ -109,6 +110,64 @@ def make(family: str, folder: Path) -> None:
     save_file({name: x.contiguous() for name, x in (results | kept).items()}, folder / "expected.safetensors")
 
 
+def make_further(folder: Path) -> None:
+    """DeepSeek-V3 with one layer of multi-token prediction, by the library's own module for drafting."""
+    from transformers.modeling_layers import MtpModel
+
+    CASES["deepseek_v3"] |= dict(num_hidden_layers=2, n_routed_experts=8, n_group=2, topk_group=1, num_mtp_layers=1)
+    model = build("deepseek_v3")
+    mtp = MtpModel(model, 1).eval()
+    own = dict(mtp.layers[0].named_parameters())
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_((1.0 if "norm" in name else 0.0) + 0.2 * torch.randn(value.shape))
+        bias = mtp.layers[0].mtp_block.mlp.gate.e_score_correction_bias
+        bias.copy_(0.2 * torch.randn(bias.shape))
+    tensors = saved(model, folder) | public_layer(mtp, "model.layers.2", lambda x: x)
+    tensors["model.layers.2.mlp.gate.e_score_correction_bias"] = bias
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+    ids = torch.randint(0, model.config.vocab_size, (2, 24))
+    hidden = model.model(ids).last_hidden_state
+    places = torch.arange(23).expand(2, -1)
+    further = model.lm_head(mtp.forward_layer(0, hidden[:, :-1], places, None, input_ids=ids[:, 1:]))
+    mean = lambda scores, labels: torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    own_loss, further_loss = mean(model.lm_head(hidden)[:, :-1], ids[:, 1:]), mean(further[:, :-1], ids[:, 2:])
+    (own_loss + 0.1 * further_loss).backward()
+    results = dict(input_ids=ids.int(), loss=(own_loss + 0.1 * further_loss)[None], further_loss=further_loss[None])
+    results |= dict(logits=model.lm_head(hidden), further_logits=further)
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for value, source in zip(gradients.parameters(), model.parameters(), strict=True):
+            value.copy_(source.grad)
+    with tempfile.TemporaryDirectory() as there:
+        named = saved(gradients, Path(there)) | public_layer(mtp, "model.layers.2", lambda x: x.grad)
+    results |= {f"grad.{name}": x for name, x in named.items() if not name.endswith("e_score_correction_bias")}
+    save_file({name: x.detach().contiguous() for name, x in results.items()}, folder / "expected.safetensors")
+
+
+def public_layer(mtp, at: str, take) -> dict[str, torch.Tensor]:
+    """The further layer's tensors, or what `take` makes of them, by the names of public files."""
+    found = {}
+    for name, value in mtp.layers[0].named_parameters():
+        public = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        values = take(value)
+        if ".experts." not in name:
+            found[f"{at}.{public}"] = values
+            continue
+        for e, one in enumerate(values):
+            parts = (
+                dict(zip(("gate_proj", "up_proj"), one.chunk(2), strict=True))
+                if "gate_up" in name
+                else dict(down_proj=one)
+            )
+            found |= {f"{at}.mlp.experts.{e}.{part}.weight": x for part, x in parts.items()}
+    return found
+
+
 def quantised(file: Path) -> None:
     """Codes with scales and what the library makes of them: MXFP4 with every code and extreme exponents; FP8 blocks."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -129,4 +188,6 @@ def quantised(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    quantised(Path(sys.argv[2])) if sys.argv[1] == "quantised" else make(sys.argv[1], Path(sys.argv[2]))
+    what, where = sys.argv[1], Path(sys.argv[2])
+    special = dict(quantised=quantised, further=make_further)
+    special[what](where) if what in special else make(what, where)

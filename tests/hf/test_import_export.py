@@ -204,6 +204,17 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said(public, capsys
 
 
 @pytest.mark.usefixtures("one_device")
+def test_layers_that_predict_further_tokens_come_along_when_asked(public, capsys):
+    folder = GOLDENS.parent / "mtp"
+    run = public.imported(folder, "--model.mtp-depth=1")
+    saved = open_step(run)
+    assert saved["router_bias"].shape == (2, 8) and (saved["router_bias"] != 0).all()
+    assert public.bits(public.exported(run)) == public.bits(folder)
+    assert main(["import", str(GOLDENS / "mixtral"), str(public.tmp_path / "x"), "--model.mtp-depth=1"]) == 2
+    assert "have no layers that predict further tokens" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_device")
 def test_quantised_weights_are_read_as_the_reference_reads_them(public):
     """FP8 in a checkpoint, cut blocks included, and gpt-oss's MXFP4; the numbers themselves are in test_folder.py."""
     rng = np.random.default_rng(0)

@@ -70,10 +70,11 @@ def golden(name: str) -> Golden:
     folder = Folder(FOLDER / name)
     model, family = from_public(folder.config), family_name(folder.config)
     router = dataclasses.replace(model.router, aux_coefficient=0.0, sequence_coefficient=0.0, bias_rate=0.0)
+    further = any(tensor.startswith(f"model.layers.{model.num_layers}.") for tensor in folder.tensors)
     expected = load_file(FOLDER / name / "expected.safetensors")
     rows, seq_len = expected["input_ids"].shape
     config = RunConfig(
-        model=dataclasses.replace(model, router=router),
+        model=dataclasses.replace(model, router=router, mtp_depth=int(further)),
         train=TrainConfig(batch_size=rows, seq_len=seq_len, loss_chunk_tokens=16),
         optimizer=OptimizerConfig(name="sgd", weight_decay=0, clip_norm=0, warmup_steps=0, schedule="constant"),
         precision=PrecisionConfig(compute_dtype="float32"),
