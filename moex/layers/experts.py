@@ -113,7 +113,8 @@ class Experts(nnx.Module):
 
     def matrices(self):
         """gate_up [e, D, 2 F], down [e, F, D] and, with biases, theirs [e, 2 F] and [e, D], as `expert_mlp` takes them; or
-        the first two as `QuantisedWeight`."""
+        the first two as `QuantisedWeight`.
+        """
         if is_quantised(self.gate_up[...]):
             return self.gate_up[...], self.down[...]
         flat = lambda w: w.reshape(*w.shape[:-2], -1)
