@@ -17,6 +17,7 @@ from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP, swiglu
 from moex.layers.tokens import Tokens, unpacked
+from moex.precision.recipes import Precision
 from tests.layers import oracle
 from tests.quick import quick_jit
 
@@ -175,7 +176,7 @@ def test_splitting_heads_and_width_changes_nothing(name, mesh, devices):
 
     def local(shards, x, cotangent, tokens):
         def weighed(shards, x):
-            entered = param.enter(declared, places, shards, jnp.float32)
+            entered = param.enter(declared, places, shards, jnp.float32, Precision())
             y = call(merged(module, entered), x, tokens, folded)
             return (y * cotangent).sum(), y
 
