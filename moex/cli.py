@@ -62,6 +62,11 @@ def _recipe_flag(argument: str) -> str:
     return f"--precision.recipe{equals}{value}" if name == "--precision" else argument
 
 
+def overridden(arguments: Sequence[str], base: RunConfig, program: str) -> RunConfig:
+    """The base with --section.field VALUE flags.  Raises ConfigError; a wrong flag or value exits with 2 through tyro."""
+    return _tyro([_recipe_flag(a) for a in arguments], base, program)
+
+
 def _preset(name: str) -> RunConfig:
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
@@ -105,13 +110,13 @@ def _flags(values: dict[str, Any], prefix: str = "--"):
             yield f"{prefix}{name}={value}" if isinstance(value, str) else f"{prefix}{name}={value!r}"
 
 
-def _tyro(arguments: list[str], default: RunConfig) -> RunConfig:
+def _tyro(arguments: list[str], default: RunConfig, program: str = "train.py") -> RunConfig:
     _refuse_unknown(arguments)
     return tyro.cli(
         RunConfig,
         args=arguments,
         default=default,
-        prog="train.py",
+        prog=program,
         description=USAGE,
         config=(tyro.conf.FlagConversionOff,),
     )

@@ -186,7 +186,7 @@ class _Loop:
         if not first:
             self.log.resume(0)
             self.log.event("start", **derived)
-            return self.program.initial_state()
+            return self.program.initial_state(self.checkpoints.weights(self.program.state))
         self.log.resume(first)
         self.log.event("resume", step=first, **derived)
         self.progress.note(f"continuing after step {first}")

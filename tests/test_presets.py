@@ -15,11 +15,20 @@ from moex.train import program as program_module
 from moex.validate import check, check_on, resolve_fold
 
 # Parameters in all and of one token, from the model cards (in billions, to their precision).
-SIZES = {"mixtral_8x7b": (46.7, 12.9), "qwen3_30b_a3b": (30.5, 3.3), "qwen3_235b_a22b": (235, 22)}
+SIZES = {
+    "mixtral_8x7b": (46.7, 12.9), "qwen3_30b_a3b": (30.5, 3.3), "qwen3_235b_a22b": (235, 22), "olmoe_1b_7b": (6.92, 1.28),
+    "gpt_oss_20b": (20.9, 3.61 + 0.58),  # its card leaves the embedding out of what a token meets
+    "glm_4_5_air": (106.8, 12.8 + 0.62),  # 106 and 12 on its card, in whole billions
+    "deepseek_v3": (671, 37),
+}  # fmt: skip
 SCALES = {
     "mixtral_8x7b": (256, ParallelConfig(tp=4, ep=8, transport="alltoall", cell_factor=1.5, row_factor=1.5, zero=3)),
     "qwen3_30b_a3b": (512, ParallelConfig(tp=2, cp=2, context="ring", ep=32, transport="alltoall", zero=3)),
     "qwen3_235b_a22b": (1024, ParallelConfig(tp=4, ep=64, etp=2, transport="allgather", zero=3)),
+    "olmoe_1b_7b": (64, ParallelConfig(ep=8, transport="alltoall", zero=3)),
+    "gpt_oss_20b": (64, ParallelConfig(tp=2, cp=2, context="ring", ep=16, transport="alltoall", zero=3)),
+    "glm_4_5_air": (256, ParallelConfig(tp=8, ep=32, transport="alltoall", zero=3)),
+    "deepseek_v3": (1024, ParallelConfig(tp=4, ep=64, transport="alltoall", zero=3)),
     "tiny": (8, ParallelConfig(tp=2, cp=2, ep=8, transport="alltoall")),
     "tiny_deepseek": (8, ParallelConfig(tp=4, ep=4, etp=2, transport="alltoall")),
 }

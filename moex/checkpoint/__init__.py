@@ -5,11 +5,14 @@ mesh it was saved from. Beside it stand the checksum of every array and what the
 """
 
 import contextlib
-from collections.abc import Generator, Mapping
+import functools
+import operator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from moex.checkpoint.checksum import checksums
@@ -56,19 +59,69 @@ class Checkpoints:
             metadata: Any = dict(facts or {}) | dict(checksums=checksums(tree))
             self._checkpointer.save_async(step, tree, force=True, custom_metadata=metadata)
 
+    def weights(self, abstract: TrainState) -> dict[str, Any] | None:
+        """`params` and `router_bias` of `save_weights`, laid out as `abstract` says; None where no such state was saved."""
+        if self.latest != 0:
+            return None
+        wanted: Any = dict(params=abstract.params, router_bias=abstract.router_bias)
+        values: Any = self._checkpointer.load(0, wanted)
+        return values
+
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state after `step` steps (None: the newest), laid out as `abstract` says, on whatever mesh that is."""
         values: Any = self._checkpointer.load(step, _named(abstract))
         return TrainState(**values)
 
 
+def save_weights(run_folder: str | Path, params: Any, router_bias: Any) -> None:
+    """Saves a state of step 0 that has these alone, and waits; a run begins from it with a fresh optimizer.
+
+    Nothing changes the arrays meanwhile, so the host needs no copies of them, only the pieces that are being written.
+    """
+    weights: Any = dict(params=params, router_bias=router_bias)
+    context = ocp.Context()
+    context.memory.deepcopy_host_arrays = False
+    largest = max(x.nbytes for x in jax.tree.leaves(weights))
+    context.memory.write_concurrent_bytes = context.memory.transfer_concurrent_bytes = largest + 1
+    context.array.saving.storage_options.chunk_byte_size = 2**26
+    folder = Path(run_folder) / "checkpoints"
+    with ocp.training.Checkpointer(str(folder.absolute()), context=context) as checkpointer:
+        checkpointer.save(0, weights)
+
+
 @contextlib.contextmanager
-def reading(run_folder: str | Path) -> Generator[ocp.training.Checkpointer]:
+def saved_arrays(run_folder: str | Path, step: int | None = None) -> Generator[Callable[[str], np.ndarray]]:
+    """A function that reads one array of a saved step by its dotted name ("params.ends.embedding"), and no other.
+
+    Raises ValueError as `open_step`; the function raises KeyError for a name that wasn't saved.
+    """
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with reading(run_folder, context) as checkpointer:
+        kept: Any = about(checkpointer, step).metadata
+        local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        at: Callable[[Any, list[str]], Any] = lambda tree, path: functools.reduce(operator.getitem, path, tree)
+        inside: Callable[[Any, str], Any] = lambda tree, name: {name: tree}
+
+        def read(name: str) -> np.ndarray:
+            path = name.split(".")
+            leaf = at(kept, path)
+            wanted: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=local)
+            for part in reversed(path):
+                wanted = inside(wanted, part)
+            found = checkpointer.load(step, wanted)
+            return jax.device_get(at(found, path))
+
+        yield read
+
+
+@contextlib.contextmanager
+def reading(run_folder: str | Path, context: ocp.Context | None = None) -> Generator[ocp.training.Checkpointer]:
     """The checkpoints of a run, to look at.  Raises ValueError when there is none."""
     folder = Path(run_folder) / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run_folder} has no folder `checkpoints`: give the folder of a run")
-    with ocp.training.Checkpointer(str(folder.absolute())) as checkpointer:
+    with ocp.training.Checkpointer(str(folder.absolute()), context=context) as checkpointer:
         if checkpointer.latest is None:
             raise ValueError(f"{folder} holds no finished checkpoint")
         yield checkpointer

@@ -14,6 +14,8 @@ class RouterConfig:
     """Experts a token is sent to (k)."""
     score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Scores of the experts: softmax over all experts, or each expert's own sigmoid or sqrt(softplus)."""
+    logit_bias: bool = False
+    """Add a learned number to each expert's logit (GPT-OSS); not the balancing bias, which no gradient moves."""
     renormalize: bool = True
     """Scale the chosen scores to sum 1. softmax with it is Megatron's post-softmax, without it pre-softmax."""
     scaling_factor: float = 1.0
@@ -81,6 +83,8 @@ class RopeConfig:
     """YaRN (DeepSeek): correction of the rotated features' size; 0 with `mscale_all_dim` 0 is the standard one."""
     mscale_all_dim: float = 0.0
     """YaRN (DeepSeek): correction of the softmax scale."""
+    truncate: bool = True
+    """YaRN: the ramp between kept and slowed features begins and ends at whole features (GPT-OSS: it doesn't)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,14 +101,27 @@ class AttentionConfig:
     """Width of a head (H). For MLA: the part of a query or key without position."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before rotation (Qwen3)."""
+    qk_norm_joint: bool = False
+    """qk_norm takes its mean over the features of all heads together (OLMoE), in place of each head's own."""
+    bias: bool = False
+    """Biases of the query, key and value projections (Qwen2-MoE, GLM-4.5, GPT-OSS)."""
+    out_bias: bool = False
+    """Bias of the output projection (GPT-OSS)."""
+    sinks: bool = False
+    """A learned logit for each head that takes part in its softmax and brings no value (GPT-OSS)."""
+    soft_cap: float = 0.0
+    """Attention logits x become soft_cap tanh(x / soft_cap); 0 leaves them."""
     sliding_window: int = 0
     """A token sees itself and this many minus one tokens before it; 0 sees the whole document."""
+    window_pattern: tuple[int, ...] = ()
+    """Which layers have the window, repeated over the layers: 1 has it, 0 sees the whole document. Empty: all have it."""
     q_latent_dim: int = 0
     """MLA: width of the query latent; 0 projects queries directly."""
     kv_latent_dim: int = 0
     """MLA: width of the key-value latent."""
     rope_dim: int = 0
-    """MLA: width of the rotated part of a query, and of the one rotated key that all heads share."""
+    """MLA: width of the rotated part of a query, and of the one rotated key that all heads share. gqa: only the first this
+    many features of a head are rotated (GLM-4.5); 0 rotates all."""
     value_dim: int = 0
     """MLA: width of a value head."""
     rope: RopeConfig = RopeConfig()
@@ -112,7 +129,7 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder: dense layers first, then MoE layers."""
+    """One decoder: layers with a dense MLP, layers with experts."""
 
     vocab_size: int = 256
     """Token ids are below this (V)."""
@@ -124,24 +141,68 @@ class ModelConfig:
     """All layers (L)."""
     num_dense_layers: int = 0
     """The first this many layers have a dense MLP in place of experts."""
+    moe_every: int = 1
+    """Of the layers after those, every this many-th has experts, the others a dense MLP."""
     dense_width: int = 512
     """Width of the dense MLP (its own F)."""
     expert_width: int = 128
     """Width of an expert (F)."""
     shared_width: int = 0
     """Width of the shared expert that every token passes; 0 has none."""
+    shared_gate: bool = False
+    """The shared expert's result is weighed by a sigmoid of the token (Qwen2-MoE)."""
+    expert_bias: bool = False
+    """Biases of the experts' projections (GPT-OSS)."""
+    swiglu_limit: float = 0.0
+    """Experts clamp gate and up to this, and multiply up + 1 by gate sigmoid(swiglu_alpha gate) (GPT-OSS: 7); 0 is plain
+    SwiGLU."""
+    swiglu_alpha: float = 1.702
+    """swiglu_limit: steepness of the sigmoid."""
+    latent_width: int = 0
+    """Latent MoE: tokens are projected to this width before they are sent, and back after they are summed; router and
+    shared expert see d_model. 0 sends tokens as they are."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of initial weights; projections back to the residual stream get it over sqrt(2 L)."""
     tie_embeddings: bool = False
     """Use the embedding as the head."""
+    mtp_depth: int = 0
+    """Multi-token prediction in training: layers with experts after the last, each of which predicts one token further."""
+    mtp_coefficient: float = 0.1
+    """Weight of the mean of their losses."""
     attention: AttentionConfig = AttentionConfig()
     router: RouterConfig = RouterConfig()
 
     @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        every = max(self.moe_every, 1)  # a wrong one is told by validation
+        return tuple(range(self.num_dense_layers + every - 1, self.num_layers, every))
+
+    @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
+        return len(self.sparse_layers)
+
+    @property
+    def num_routers(self) -> int:
+        """Layers with experts, those of multi-token prediction with them, which come last wherever routers are counted."""
+        return self.num_moe_layers + self.mtp_depth
+
+    @property
+    def num_mlp_layers(self) -> int:
+        """Layers with a dense MLP: the first ones, and those between MoE layers."""
+        return self.num_layers - self.num_moe_layers
+
+    @property
+    def expert_in_width(self) -> int:
+        """Width of the rows that experts take and give."""
+        return self.latent_width or self.d_model
+
+    def window(self, layer: int) -> int:
+        """Sliding window of a layer, 0 where it sees the whole document."""
+        pattern = self.attention.window_pattern
+        return self.attention.sliding_window if not pattern or pattern[layer % len(pattern)] else 0
 
     @property
     def padded_vocab_size(self) -> int:

@@ -31,6 +31,16 @@ class Part(NamedTuple):
     lse: jax.Array
 
 
+class Rule(NamedTuple):
+    """What is static of scores: factor on products, keys that a query sees at most (0: all), and the size c that logits x
+    are kept below as c tanh(x / c) (0: they are not).
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+
 class QueryRows(NamedTuple):
     """What a query's gradient needs: q, the output's gradient, the global log-sum-exp, sum of gradient times output."""
 
@@ -40,11 +50,11 @@ class QueryRows(NamedTuple):
     delta: jax.Array
 
 
-def block(q, k, v, queries: Places, keys: Places, *, scale: float, window: int) -> Part:
+def block(q, k, v, queries: Places, keys: Places, rule: Rule) -> Part:
     """Queries [B, S, N, H] over one block of keys and values [B, T, K, H]; a query that sees none comes out 0."""
     groups = k.shape[2], q.shape[2] // k.shape[2]
-    scores = _scores(_by_head(q, groups), _by_head(k), scale)
-    seen = _seen(queries, keys, window)
+    scores = _scores(_by_head(q, groups), _by_head(k), rule)
+    seen = _seen(queries, keys, rule.window)
     scores = jnp.where(seen, scores, _MASKED)
     top = scores.max(axis=-1)
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
@@ -59,13 +69,29 @@ def merge(a: Part, b: Part) -> Part:
     return Part(a.out * jnp.exp(a.lse - lse)[..., None] + b.out * jnp.exp(b.lse - lse)[..., None], lse)
 
 
-def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, *, scale: float, window: int):
+def with_sinks(part: Part, sinks_N) -> Part:
+    """The part with one more key for each head, of this logit and no value; itself when `sinks_N` is None."""
+    if sinks_N is None:
+        return part
+    lse = jnp.logaddexp(part.lse, sinks_N[None, None])
+    return Part(part.out * jnp.exp(part.lse - lse)[..., None], lse)
+
+
+def sink_gradients(sinks_N, lse, delta):
+    """Of the logits of sinks, from the global log-sum-exp and sum of gradient times output; None without sinks."""
+    return None if sinks_N is None else -(jnp.exp(sinks_N[None, None] - lse) * delta).sum(axis=(0, 1))
+
+
+def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, rule: Rule):
     """(dq, dk, dv) that one block contributes, float32."""
     groups = k.shape[2], rows.q.shape[2] // k.shape[2]
     q, g, lse, delta = (_by_head(x, groups) for x in rows)
     q, g, k, v = *(x.astype(jnp.float32) for x in (q, g)), *(_by_head(x.astype(jnp.float32)) for x in (k, v))
-    weights = jnp.where(_seen(queries, keys, window), jnp.exp(_scores(q, k, scale) - lse[..., None]), 0)
-    dscores = weights * (_dot(_flat(g), v, 2).reshape(weights.shape) - delta[..., None]) * scale
+    scores = _scores(q, k, rule)
+    weights = jnp.where(_seen(queries, keys, rule.window), jnp.exp(scores - lse[..., None]), 0)
+    dscores = weights * (_dot(_flat(g), v, 2).reshape(weights.shape) - delta[..., None]) * rule.scale
+    if rule.soft_cap:
+        dscores *= 1 - jnp.square(scores / rule.soft_cap)
     dv, dk = (_dot(_flat(x), _flat(y), 1, over_rows=True) for x, y in ((g, weights), (q, dscores)))  # [B, K, H, T]
     dq = _dot(_flat(dscores), k, 1).reshape(q.shape)
     return _by_token(dq), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
@@ -95,9 +121,10 @@ def _dot(a, b, dim: int, *, over_rows: bool = False):
     return lax.dot_general(a, b, (dims, ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 
-def _scores(q, k, scale: float):
-    """Scaled products [B, K, N / K, S, T]."""
-    return _dot(_flat(q), k, 2).reshape(*q.shape[:4], k.shape[2]) * scale
+def _scores(q, k, rule: Rule):
+    """Logits [B, K, N / K, S, T]."""
+    scaled = _dot(_flat(q), k, 2).reshape(*q.shape[:4], k.shape[2]) * rule.scale
+    return rule.soft_cap * jnp.tanh(scaled / rule.soft_cap) if rule.soft_cap else scaled
 
 
 def _seen(queries: Places, keys: Places, window: int):
@@ -109,50 +136,57 @@ def _seen(queries: Places, keys: Places, window: int):
     return seen[:, None, None]
 
 
-def attention(q, k, v, queries: Places, keys: Places, *, scale: float, window: int, ordered: bool, block_size: int):
+def attention(
+    q, k, v, queries: Places, keys: Places, rule: Rule, *, sinks_N=None, ordered: bool = False, block_size: int
+):  # fmt: skip
     """Attention of all queries over all keys, block by block of queries; keeps output and log-sum-exp only.
 
+    sinks_N: float32 logit of each head's sink, or None.
     ordered: queries and keys are the same tokens in the order of their index, so that a block of queries needs no later
     keys and those are left out.
     """
-    axes = varying(q, k, v, *queries, *keys)
-    q, k, v, queries, keys = jax.tree.map(lambda x: vary(x, axes), (q, k, v, queries, keys))
-    return _attention(q, k, v, queries, keys, scale, window, ordered, block_size)
+    given = q, k, v, queries, keys, sinks_N
+    axes = varying(*jax.tree.leaves(given))
+    return _attention(*jax.tree.map(lambda x: vary(x, axes), given), rule, ordered, block_size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _attention(q, k, v, queries, keys, scale, window, ordered, block_size):
-    return _fwd(q, k, v, queries, keys, scale, window, ordered, block_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attention(q, k, v, queries, keys, sinks_N, rule: Rule, ordered, block_size):
+    return _fwd(q, k, v, queries, keys, sinks_N, rule, ordered, block_size)[0]
 
 
-def _fwd(q, k, v, queries, keys, scale, window, ordered, block_size):
+def _fwd(q, k, v, queries, keys, sinks_N, rule: Rule, ordered, block_size):
     def forward(q, k, v, queries, keys):
         parts = [
-            block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), scale=scale, window=window)
-            for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size)
+            with_sinks(block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), rule), sinks_N)
+            for rows, seen in _blocks(q.shape[1], k.shape[1], rule.window, ordered, block_size)
         ]
         out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
         return out.astype(q.dtype), lse
 
     out, lse = _row_by_row(forward, q, k, v, queries, keys)
-    return out, (q, k, v, queries, keys, out, lse)
+    return out, (q, k, v, queries, keys, out, lse, sinks_N)
 
 
-def _bwd(scale, window, ordered, block_size, kept, g):
+def _bwd(rule: Rule, ordered, block_size, kept, g):
+    *kept, sinks_N = kept
+
     def backward(q, k, v, queries, keys, out, lse, g):
         delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
         dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (k, v))
         dqs = []
-        for rows, seen in _blocks(q.shape[1], k.shape[1], window, ordered, block_size):
+        for rows, seen in _blocks(q.shape[1], k.shape[1], rule.window, ordered, block_size):
             taken = QueryRows(q[:, rows], g[:, rows], lse[:, rows], delta[:, rows])
             where = _at(queries, rows), _at(keys, seen)
-            dq, dk_part, dv_part = block_gradients(taken, k[:, seen], v[:, seen], *where, scale=scale, window=window)
+            dq, dk_part, dv_part = block_gradients(taken, k[:, seen], v[:, seen], *where, rule)
             dk, dv = dk.at[:, seen].add(dk_part), dv.at[:, seen].add(dv_part)
             dk, dv, dq = lax.optimization_barrier((dk, dv, dq))  # one block of scores at a time, on every back end
             dqs.append(dq)
         return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-    return *_row_by_row(backward, *kept, g), None, None
+    out, lse = kept[-2:]
+    delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    return *_row_by_row(backward, *kept, g), None, None, sink_gradients(sinks_N, lse, delta)
 
 
 def _row_by_row(function, *arrays):

@@ -21,7 +21,7 @@ from mesh import collectives
 from mesh.axes import Axes
 from mesh.vma import vary, varying
 from moex.layers.attention import attend
-from moex.layers.blockwise import Places, QueryRows, block, block_gradients, merge
+from moex.layers.blockwise import Places, QueryRows, Rule, block, block_gradients, merge, sink_gradients, with_sinks
 from moex.layers.tokens import Tokens
 
 
@@ -38,42 +38,49 @@ def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[[r, 2 * cp - 1 - r]].reshape(-1) for r in range(cp)])
 
 
-def mix(q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *, method: str, scale: float, window: int = 0):
+def mix(
+    q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *,
+    method: str, scale: float, window: int = 0, soft_cap: float = 0.0, sinks_N=None,
+):  # fmt: skip
     """Causal attention within documents of one rank's queries over all ranks' keys: [B, S, N, H] like q.
 
     Args: q, k, v of this rank's tokens, whose segments and places `tokens` holds.
       method: gather, ring (the split must be zig-zag) or ulysses (K must divide by cp).
+      scale, window, soft_cap, sinks_N: see `attend`; sinks of this device's heads, equal over cp.
     """
+    options = dict(scale=scale, window=window, soft_cap=soft_cap)
     if not axes:
-        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, scale=scale, window=window, ordered=True)
+        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, sinks_N=sinks_N, ordered=True, **options)
     if method == "ring":
-        return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, axes, scale, window)
+        return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, sinks_N, axes, Rule(**options))
     everyone = Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens))
     if method == "gather":
         k, v = (collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH))
-        return attend(q_BSNH, k, v, tokens, everyone, scale=scale, window=window)
+        return attend(q_BSNH, k, v, tokens, everyone, sinks_N=sinks_N, **options)
     to_heads = functools.partial(collectives.all_to_all, axes=axes, split_dim=2, concat_dim=1)
     q, k, v = (to_heads(x) for x in (q_BSNH, k_BTKH, v_BTKH))
-    mixed = attend(q, k, v, everyone, everyone, scale=scale, window=window)
+    if sinks_N is not None:
+        sinks_N = lax.dynamic_slice_in_dim(sinks_N, collectives.axis_index(axes) * q.shape[2], q.shape[2])
+    mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, **options)
     return collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2)
 
 
-def _ring(q, k, v, tokens: Tokens, axes: Axes, scale: float, window: int):
-    union = varying(q, k, v, *tokens)
-    q, k, v, segments, index = (vary(x, union) for x in (q, k, v, tokens.segments, tokens.index))
-    return _ring_attention(q, k, v, segments, index, axes, scale, window)
+def _ring(q, k, v, tokens: Tokens, sinks_N, axes: Axes, rule: Rule):
+    given = q, k, v, tokens.segments, tokens.index, sinks_N
+    union = varying(*jax.tree.leaves((given, tokens.positions)))
+    return _ring_attention(*jax.tree.map(lambda x: vary(x, union), given), axes, rule)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _ring_attention(q, k, v, segments, index, axes: Axes, scale: float, window: int):
-    return _ring_fwd(q, k, v, segments, index, axes, scale, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _ring_attention(q, k, v, segments, index, sinks_N, axes: Axes, rule: Rule):
+    return _ring_fwd(q, k, v, segments, index, sinks_N, axes, rule)[0]
 
 
-def _ring_fwd(q, k, v, segments, index, axes, scale, window):
+def _ring_fwd(q, k, v, segments, index, sinks_N, axes, rule):
     """Merges one block after the other by their log-sum-exp, float32."""
     rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
     (q_lo, q_hi), queries = _halves(q), _halves_of(segments, index)
-    part = functools.partial(block, scale=scale, window=window)
+    part = functools.partial(block, rule=rule)
 
     (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
     low = part(q_lo, k_lo, v_lo, queries[0], keys[0])
@@ -93,20 +100,21 @@ def _ring_fwd(q, k, v, segments, index, axes, scale, window):
 
     steps = jnp.arange(1, ranks, dtype=jnp.int32)
     (low, high, _), _ = lax.scan(turn, (low, high, (k, v, segments, index)), steps)
+    low, high = with_sinks(low, sinks_N), with_sinks(high, sinks_N)
     out, lse = _joined(low.out, high.out), _joined(low.lse, high.lse)
-    return out.astype(q.dtype), (q, k, v, segments, index, out, lse)
+    return out.astype(q.dtype), (q, k, v, segments, index, sinks_N, out, lse)
 
 
-def _ring_bwd(axes, scale, window, kept, g):
+def _ring_bwd(axes, rule, kept, g):
     """Each block's gradients from the global output and log-sum-exp; dk and dv travel on with their keys and come home."""
-    q, k, v, segments, index, out, lse = kept
+    q, k, v, segments, index, sinks_N, out, lse = kept
     rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
     g = g.astype(jnp.float32)
     delta = (g * out).sum(axis=-1)
     rows = [_halves(x) for x in (q, g, lse, delta)]
     low, high = (QueryRows(*(pair[i] for pair in rows)) for i in (0, 1))
     queries = _halves_of(segments, index)
-    gradients = functools.partial(block_gradients, scale=scale, window=window)
+    gradients = functools.partial(block_gradients, rule=rule)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
 
     (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
@@ -136,7 +144,8 @@ def _ring_bwd(axes, scale, window, kept, g):
     start = (dq_lo, dq_hi, (k, v, segments, index, dk, dv))
     (dq_lo, dq_hi, (*_, dk, dv)), _ = lax.scan(turn, start, jnp.arange(1, ranks, dtype=jnp.int32))
     dk, dv = _pass_on((dk, dv), axes, ranks)
-    return _joined(dq_lo, dq_hi).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    dq, dsinks_N = _joined(dq_lo, dq_hi).astype(q.dtype), sink_gradients(sinks_N, lse, delta)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks_N
 
 
 _ring_attention.defvjp(_ring_fwd, _ring_bwd)

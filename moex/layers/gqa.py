@@ -11,7 +11,7 @@ from mesh import collectives
 from mesh.fold import Fold
 from moex.config import AttentionConfig
 from moex.layers.context import mix
-from moex.layers.norm import RMSNorm
+from moex.layers.norm import RMSNorm, rms_norm
 from moex.layers.param import declare
 from moex.layers.rope import rotate, softmax_scale
 from moex.layers.tokens import Tokens
@@ -20,22 +20,36 @@ from moex.precision.weight import is_quantised
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Attention with N query heads that share K key-value heads (arXiv 2305.13245), optional per-head QK norm (Qwen3).
+    """Attention with N query heads that share K key-value heads (arXiv 2305.13245).
 
-    In and out: activations [B, S / (cp tp), D]. Where tp exceeds K, key-value weights are equal on the devices that
-    share a head.
+    Optional: norm of query and key, a head at a time (Qwen3) or over all heads (OLMoE); biases; sinks; a window; rotation of
+    a head's first features only. In and out: activations [B, S / (cp tp), D]. Where tp exceeds K, key-value weights are
+    equal on the devices that share a head.
     """
 
     def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float, *, context: str = "gather"):
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.context = config, context
+        self.config, self.context, self.norm_eps = config, context, norm_eps
         self.query = declare(d_model, n, h, axes=(None, "tp", None), product="attention")
         self.key = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
         self.value = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
         self.out = declare(
             n, h, d_model, axes=("tp", None, None), init="output", product="attention", contracted=2
         )  # fmt: skip
-        if config.qk_norm:
+        vector = dict(init="zeros", decays=False)
+        if config.bias:
+            self.query_bias = declare(n, h, axes=("tp", None), **vector)
+            self.key_bias = declare(k, h, axes=("tp", None), may_replicate=True, **vector)
+            self.value_bias = declare(k, h, axes=("tp", None), may_replicate=True, **vector)
+        if config.out_bias:
+            self.out_bias = declare(d_model, axes=(None,), **vector)
+        if config.sinks:
+            self.sinks = declare(n, axes=("tp",), float32=True, **vector)
+        if config.qk_norm_joint:
+            joint = dict(init="ones", float32=True, decays=False)
+            self.query_norms = declare(n, h, axes=("tp", None), **joint)
+            self.key_norms = declare(k, h, axes=("tp", None), may_replicate=True, **joint)
+        elif config.qk_norm:
             self.query_norm = RMSNorm(h, norm_eps)
             self.key_norm = RMSNorm(h, norm_eps)
 
@@ -44,23 +58,38 @@ class GroupedQueryAttention(nnx.Module):
         x_BSD = collectives.all_gather(x_BSD, tp, dim=1)
         q = linear(x_BSD, self.query[...])
         k, v = (self._own_heads(x_BSD, weight[...], fold) for weight in (self.key, self.value))
+        if config.bias:
+            q += self.query_bias[...][None, None]
+            k += self._own_part(self.key_bias[...], 0, fold)[None, None]
+            v += self._own_part(self.value_bias[...], 0, fold)[None, None]
         if config.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = rotate(q, tokens.positions, config.rope), rotate(k, tokens.positions, config.rope)
+            q, k = self._norms(q, k, fold)
+        q, k = (rotate(x, tokens.positions, config.rope, width=config.rope_dim) for x in (q, k))
         mixed = mix(
-            q, k, v, tokens, fold.dense.cp, method=self.context,
-            scale=softmax_scale(config.head_dim, config.rope), window=config.sliding_window,
+            q, k, v, tokens, fold.dense.cp, method=self.context, scale=softmax_scale(config.head_dim, config.rope),
+            window=config.sliding_window, soft_cap=config.soft_cap, sinks_N=self.sinks[...] if config.sinks else None,
         )  # fmt: skip
-        y_BSD = linear(mixed, self.out[...], contracted=2)
-        return collectives.psum_scatter(y_BSD, tp, dim=1)
+        y_BSD = collectives.psum_scatter(linear(mixed, self.out[...], contracted=2), tp, dim=1)
+        return y_BSD + self.out_bias[...][None, None] if config.out_bias else y_BSD
+
+    def _norms(self, q, k, fold: Fold):
+        if not self.config.qk_norm_joint:
+            return self.query_norm(q), self.key_norm(k)
+        weights = self.query_norms[...], self._own_part(self.key_norms[...], 0, fold)
+        # Where devices share a key-value head, a sum over all of them counts each head equally often.
+        joint = lambda x, w: rms_norm(x.reshape(*x.shape[:2], -1), w.reshape(-1), self.norm_eps, axes=fold.dense.tp)
+        return (joint(x, w).reshape(x.shape) for x, w in zip((q, k), weights, strict=True))
 
     def _own_heads(self, x_BSD, weight_DKH, fold: Fold):
-        """The key-value heads that this device's query heads use: all it holds, or the one of several it shares."""
+        """Keys or values of the heads that this device's query heads use."""
+        if is_quantised(weight_DKH):  # a head is no whole number of tiles
+            return self._own_part(linear(x_BSD, weight_DKH), 2, fold)
+        return linear(x_BSD, self._own_part(weight_DKH, 1, fold))
+
+    def _own_part(self, x, dim: int, fold: Fold):
+        """The key-value heads in `dim` that are this device's: all it holds, or the one of several it shares."""
         tp, num_kv = fold.dense.tp, self.config.num_kv_heads
         if fold.size(tp) <= num_kv:
-            return linear(x_BSD, weight_DKH)
+            return x
         head = collectives.axis_index(tp) * num_kv // fold.size(tp)
-        one_head = lambda x, dim: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=dim)
-        if is_quantised(weight_DKH):  # a head is no whole number of tiles
-            return one_head(linear(x_BSD, weight_DKH), 2)
-        return linear(x_BSD, one_head(weight_DKH, 1))
+        return jax.lax.dynamic_slice_in_dim(x, head, 1, axis=dim)

@@ -55,7 +55,7 @@ class LatentAttention(nnx.Module):
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, width - config.value_dim)))
         mixed = mix(
             q, k, v, tokens, fold.dense.cp, method=self.context,
-            scale=softmax_scale(width, config.rope), window=config.sliding_window,
+            scale=softmax_scale(width, config.rope), window=config.sliding_window, soft_cap=config.soft_cap,
         )  # fmt: skip
         y_BSD = linear(mixed[..., : config.value_dim], self.out[...], contracted=2)
         return collectives.psum_scatter(y_BSD, tp, dim=1)

@@ -16,6 +16,7 @@ from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConf
 from moex.layers import passage
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
+from moex.layers.param import declare
 from moex.layers.router import Router, Routing, route
 from moex.layers.tokens import own_part
 from moex.memory.stash import Stash
@@ -83,9 +84,14 @@ class MoE(nnx.Module):
         self.num_layers = config.num_moe_layers
         self.precision = recipes = resolve(precision)
         self.router = Router(config.d_model, config.router)
-        self.experts = Experts(config.d_model, config.expert_width, config.router.num_experts, recipes.experts)
+        self.experts = Experts(config, recipes.experts)
+        if config.latent_width:
+            self.latent_down = declare(config.d_model, config.latent_width, axes=(None, None))
+            self.latent_up = declare(config.latent_width, config.d_model, axes=(None, None), init="output")
         if config.shared_width:
             self.shared = MLP(config.d_model, config.shared_width, product="shared")
+        if config.shared_gate:
+            self.shared_gate = declare(config.d_model, axes=(None,))
 
     def __call__(self, x_BSD, steering, segments_BS, fold: Fold, **options) -> tuple[jax.Array, MoEStats]:
         """Activations and statistics, see `run`."""
@@ -122,10 +128,12 @@ class MoE(nnx.Module):
                 wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)
             statistics = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
         copies = passage.copies(self.experts, wanted_Tk, config.num_experts, fold, self.parallel)
+        latent = hasattr(self, "latent_down")
         y_TD, account, stash = passage.through_experts(
-            self.experts, x_TD, weights_Tk, copies, fold, self._way(x_BSD.shape, fold, dropping=dropping),
-            stash, checkpoint_experts,
+            self.experts, x_TD @ self.latent_down[...] if latent else x_TD, weights_Tk, copies, fold,
+            self._way(x_BSD.shape, fold, dropping=dropping), stash, checkpoint_experts,
         )  # fmt: skip
+        y_TD = y_TD @ self.latent_up[...] if latent else y_TD
         y_BSD = y_TD.reshape(x_BSD.shape)
         lost = real_T[:, None] & (wanted_Tk == config.num_experts)
         stats = MoEStats(
@@ -139,7 +147,10 @@ class MoE(nnx.Module):
         )
         if hasattr(self, "shared"):
             with jax.named_scope("shared_expert"):
-                y_BSD += self.shared(x_BSD, fold)
+                shared_BSD = self.shared(x_BSD, fold)
+                if hasattr(self, "shared_gate"):
+                    shared_BSD *= jax.nn.sigmoid(x_BSD @ self.shared_gate[...])[..., None]
+                y_BSD += shared_BSD
         return y_BSD, stats, stash
 
     def empty_stash(self, matrices, shape_BSD, dtype, fold: Fold) -> Stash:

@@ -4,16 +4,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mesh import collectives
+from mesh.axes import Axes
 from moex.layers.param import declare
 
 
-def rms_norm(x, weight_D, eps: float):
+def rms_norm(x, weight_D, eps: float, *, axes: Axes = ()):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; statistics in float32, result in x's dtype (arXiv 1910.07467).
 
-    Args: x [..., D] any float; weight_D float32; eps added to the mean square.
+    Args: x [..., D] any float; weight_D float32; eps added to the mean square; axes: mesh axes that D is split over.
     """
     x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    scale = lax.rsqrt(collectives.psum(mean, axes) / collectives.axis_size(axes) + eps)
     return (x32 * scale * weight_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 

@@ -57,12 +57,12 @@ class Way(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Experts and their clones.  matrices: gate_up and down of this device's experts, then of the clones it holds.
+    """Experts and their clones.  matrices: gate_up, down and biases of this device's experts, then of the clones it holds.
     chosen_Tk: int32, the copy that each pair goes to.  number: copies on all devices.  clones: int32, slots of this device
     that hold one.  load: float32, rows of the busiest rank over the mean, with clones.
     """
 
-    matrices: tuple[jax.Array, jax.Array]
+    matrices: tuple[jax.Array, ...]
     chosen_Tk: jax.Array
     number: int
     clones: jax.Array
@@ -102,8 +102,8 @@ def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel:
     copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
     with jax.named_scope("clones"):
         fetch = dict(compute=echo.fetch_weights, float8=echo.fetch_in_float8)[parallel.echo_wire]
-        gate_up, down = (jnp.concatenate([w, fetch(w, plan.slot_nS, parallel.echo_hot, ep)]) for w in own)
-    return Copies((gate_up, down), copies_Tk, num_experts + ranks * slots, held, load)
+        both = tuple(jnp.concatenate([w, fetch(w, plan.slot_nS, parallel.echo_hot, ep)]) for w in own)
+    return Copies(both, copies_Tk, num_experts + ranks * slots, held, load)
 
 
 def with_stash(way: Way, num_layers: int, num_tokens: int, num_experts: int, fold: Fold, factor: float) -> Way:

@@ -21,8 +21,10 @@ def frequencies(dim: int, config: RopeConfig) -> np.ndarray:
     def feature_turning(times: float) -> float:
         return dim * math.log(config.original_context / (times * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(feature_turning(config.beta_fast)), 0)
-    high = min(math.ceil(feature_turning(config.beta_slow)), dim - 1)
+    low, high = feature_turning(config.beta_fast), feature_turning(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     slowed = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
     return (plain * (1 - slowed) + plain / config.factor * slowed).astype(np.float32)
 
@@ -45,12 +47,16 @@ def softmax_scale(head_dim: int, config: RopeConfig) -> float:
     return head_dim**-0.5 * correction**2
 
 
-def rotate(x_BSNH, positions_BS, config: RopeConfig):
+def rotate(x_BSNH, positions_BS, config: RopeConfig, *, width: int = 0):
     """Turns each pair of features by position times frequency, in float32; the result has x's dtype.
 
     Args: x_BSNH queries or keys; positions_BS int, of each token in its document; shards split alike.
+      width: only the first this many features of a head are rotated; 0 rotates all.
     Interleaved input comes out as two halves: the order of features doesn't matter to query-key products.
     """
+    if 0 < width < x_BSNH.shape[-1]:
+        turned = rotate(x_BSNH[..., :width], positions_BS, config)
+        return jnp.concatenate([turned, x_BSNH[..., width:]], axis=-1)
     dim = x_BSNH.shape[-1]
     angles_BSH = positions_BS[..., None].astype(jnp.float32) * frequencies(dim, config)[None, None]
     scale = feature_scale(config)

@@ -168,11 +168,14 @@ def check_router(config: RouterConfig) -> None:
 
 
 class Router(nnx.Module):
-    """Owns the router's weight: float32, equal on all devices.  x_TD -> logits_TE, float32."""
+    """Owns the router's weight, and bias where it has one: float32, equal on all devices.  x_TD -> logits_TE, float32."""
 
     def __init__(self, d_model: int, config: RouterConfig):
         self.config = config
         self.weight = declare(d_model, config.num_experts, axes=(None, None), float32=True)
+        if config.logit_bias:
+            self.bias = declare(config.num_experts, axes=(None,), init="zeros", float32=True, decays=False)
 
     def __call__(self, x_TD):
-        return jnp.dot(x_TD.astype(jnp.float32), self.weight[...], precision=lax.Precision.HIGHEST)
+        logits_TE = jnp.dot(x_TD.astype(jnp.float32), self.weight[...], precision=lax.Precision.HIGHEST)
+        return logits_TE + self.bias[...][None] if self.config.logit_bias else logits_TE

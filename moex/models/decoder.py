@@ -4,7 +4,9 @@ B rows of this device, S its part of a sequence between layers (over cp and tp),
 device (over tp), L MoE layers, E experts.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,13 @@ from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
 from moex.layers.moe import MoE, MoEStats, Steering
+from moex.layers.mtp import Ahead, Further
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
 from moex.layers.tokens import Tokens, own_part
 from moex.memory.recompute import recomputed
 from moex.memory.stash import Stash, sink
+from moex.models.pattern import Kind, Segment, kinds, segments
 
 Enter = Callable[[str, Mapping], Mapping]
 
@@ -41,17 +45,15 @@ class Layer(nnx.Module):
         parallel: ParallelConfig,
         memory: MemoryConfig,
         precision: PrecisionConfig,
-        *,
-        sparse: bool,
+        kind: Kind,
     ):
-        kinds = dict(gqa=GroupedQueryAttention, mla=LatentAttention)
-        self.sparse, self.recompute = sparse, memory.recompute
+        module = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[config.attention.kind]
+        attention = dataclasses.replace(config.attention, sliding_window=kind.window, window_pattern=())
+        self.sparse, self.recompute = kind.sparse, memory.recompute
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = kinds[config.attention.kind](
-            config.d_model, config.attention, config.norm_eps, context=parallel.context
-        )
+        self.attention = module(config.d_model, attention, config.norm_eps, context=parallel.context)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
-        if sparse:
+        if kind.sparse:
             self.moe = MoE(config, parallel, memory, precision)
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
@@ -76,6 +78,14 @@ class Layer(nnx.Module):
             return x_BSD + y_BSD, stash, stats
 
 
+class FurtherLayer(nnx.Module):
+    """One depth of multi-token prediction: its input's projection, a layer with experts, a norm."""
+
+    def __init__(self, layer: Layer, d_model: int, norm_eps: float):
+        self.ahead = Ahead(d_model, norm_eps)
+        self.layer = layer
+
+
 class Ends(nnx.Module):
     """Embedding, final norm and head. Rows of the vocabulary past its true size are zero and stay so."""
 
@@ -90,8 +100,8 @@ class Ends(nnx.Module):
 class Decoder:
     """What is static of a model: its layers' structure and its parameters' declarations.
 
-    Parameters are a dict: `ends` (embedding, norm, head), `dense_layers`, `moe_layers`, the layers stacked along a leading
-    dim; a stack without layers is absent.
+    Parameters are a dict: `ends` (embedding, norm, head), `dense_layers`, `moe_layers`, `mtp`, the layers stacked along a
+    leading dim; a stack without layers is absent.
     """
 
     def __init__(
@@ -102,12 +112,19 @@ class Decoder:
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
         self.config, self.memory = config, memory
-        layer = lambda sparse: Layer(config, parallel, memory, precision, sparse=sparse)
-        stacks = dict(dense_layers=(config.num_dense_layers, False), moe_layers=(config.num_moe_layers, True))
-        self._graphs = {name: nnx.graphdef(layer(sparse)) for name, (count, sparse) in stacks.items() if count}
+        layers = kinds(config)
+        modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(layers))}
+        self._graphs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
+        self._segments = segments(layers)
+        counts = dict(dense_layers=config.num_mlp_layers, moe_layers=config.num_moe_layers)
         self.declarations = dict(ends=declarations(Ends(config))) | {
-            name: declarations(layer(sparse), stacked=count) for name, (count, sparse) in stacks.items() if count
+            kind.stack: declarations(module, stacked=counts[kind.stack]) for kind, module in modules.items()
         }
+        if config.mtp_depth:
+            layer = Layer(config, parallel, memory, precision, Kind(sparse=True, window=0))
+            module = FurtherLayer(layer, config.d_model, config.norm_eps)
+            self._further = nnx.graphdef(module)
+            self.declarations["mtp"] = declarations(module, stacked=config.mtp_depth)
 
     def hidden(
         self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
@@ -126,31 +143,74 @@ class Decoder:
         """
         ends = enter("ends", params["ends"])
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
-        stats = None
-        steering = Steering.of(steering)
-        options = dict(training=training, record=record)
-        for name, graph in self._graphs.items():
+        layers = {name: params[name] for name in params if name.endswith("_layers")}
+        if "moe_layers" in layers:
+            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
+            layers["moe_layers"] = layers["moe_layers"], own
+        stash, stats, options = None, [], dict(training=training, record=record)
 
-            def body(carry, layer, name=name, graph=graph):
-                def run(x_BSD, stash, weights, steering):
-                    decoder_layer = nnx.merge(graph, enter(name, weights))
-                    return decoder_layer(x_BSD, stash, steering, tokens, fold, **options)
+        def run(kind: Kind, x_BSD, stash, weights, steering):
+            layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights))
+            return layer(x_BSD, stash, steering, tokens, fold, **options)
 
-                x_BSD, stash, stats = recomputed("layer", self.memory.recompute)(run)(*carry, *layer)
-                return (x_BSD, stash), stats
+        def body(period: tuple[Kind, ...], carry, layers):
+            stats, at = [], dict.fromkeys(layers, 0)
+            for kind in period:
+                mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
+                at[kind.stack] += 1
+                weights, steering = mine if kind.sparse else (mine, Steering())
+                layer = recomputed("layer", self.memory.recompute)(functools.partial(run, kind))
+                *carry, of_layer = layer(*carry, weights, steering)
+                stats += [of_layer] if kind.sparse else []
+            return tuple(carry), jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
 
-            sparse = name == "moe_layers"
-            stash = self._stash(x_BSD, params[name], enter, fold) if sparse and training and self.memory.stash else None
-            layers = params[name], steering if sparse else Steering()
-            (x_BSD, stash), stats = lax.scan(body, (x_BSD, stash), layers)
-            x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
+        done = dict.fromkeys(layers, 0)
+        for segment in self._segments:
+            if stash is None and self.memory.stash and training and any(kind.sparse for kind in segment.period):
+                stash = self._stash(x_BSD, params["moe_layers"], enter, fold)
+            given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
+            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), given)
+            stats += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
+        x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
+        stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
         with jax.named_scope("final_norm"):
             return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
+
+    def further(
+        self, params: Mapping, steering, hidden_BSD, known: Sequence[Further], fold: Fold, enter: Enter = as_they_are,
+        **options,
+    ) -> tuple[jax.Array, MoEStats]:  # fmt: skip
+        """Final activations of each depth of multi-token prediction, [k, B, S / tp, D], and statistics stacked over them.
+
+        Args:
+          hidden_BSD: of `hidden`.  steering: as there; the last k of it are for these layers, without recorded choices.
+          known: what each depth knows of the tokens.
+        """
+        embedding = enter("ends", params["ends"])["embedding"]
+        own = jax.tree.map(lambda x: x[self.config.num_moe_layers :], Steering.of(steering)._replace(replay_BSk=None))
+
+        def body(x_BSD, one):
+            weights, steering, known = one
+
+            def run(x_BSD, weights):
+                module = nnx.merge(self._further, enter("mtp", weights))
+                embedded_BSD = embed(known.ids, embedding, fold).astype(x_BSD.dtype)
+                x_BSD = module.ahead(x_BSD, embedded_BSD)
+                x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, **options)
+                return module.ahead.norm(x_BSD), stats
+
+            x_BSD, stats = recomputed("layer", self.memory.recompute)(run)(x_BSD, weights)
+            return x_BSD, (x_BSD, stats)
+
+        with jax.named_scope("mtp"):
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *known)
+            return lax.scan(body, hidden_BSD, (params["mtp"], own, stacked))[1]
 
     def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
         """An empty one for activations like these."""
         first_layer = lambda: enter("moe_layers", jax.tree.map(lambda w: w[0], weights))
-        moe = lambda weights: nnx.merge(self._graphs["moe_layers"], weights).moe
+        graph = next(graph for kind, graph in self._graphs.items() if kind.sparse)
+        moe = lambda weights: nnx.merge(graph, weights).moe
         matrices = jax.eval_shape(moe(first_layer()).experts.matrices)
         return moe(jax.eval_shape(first_layer)).empty_stash(matrices, x_BSD.shape, x_BSD.dtype, fold)
 
@@ -158,6 +218,16 @@ class Decoder:
         """The head's weight [V, D], float32; the embedding where they are tied."""
         ends = enter("ends", params["ends"])
         return ends["embedding" if self.config.tie_embeddings else "head"]
+
+
+def _taken(stack, name: str, done: dict[str, int], segment: Segment):
+    """The layers of a stack that a segment runs, [repeats, layers of a period, ...], or None; `done` moves on by them."""
+    size = sum(kind.stack == name for kind in segment.period)
+    if not size:
+        return None
+    first, last = done[name], done[name] + size * segment.repeats
+    done[name] = last
+    return jax.tree.map(lambda x: x[first:last].reshape(segment.repeats, size, *x.shape[1:]), stack)
 
 
 def _norm_graph(config: ModelConfig):

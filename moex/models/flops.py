@@ -9,16 +9,19 @@ from moex.config import AttentionConfig, ModelConfig
 from moex.layers import param
 
 
-def train_flops_per_token(model: ModelConfig, seq_len: int, *, mtp_depth: int = 0) -> float:
+def train_flops_per_token(model: ModelConfig, seq_len: int, *, mtp_depth: int | None = None) -> float:
     """FLOPs of one token's forward and backward pass in rows of `seq_len` tokens.
 
-    mtp_depth: multi-token-prediction layers, each one more MoE layer with two norms, a 2D x D projection and the head.
+    mtp_depth: multi-token-prediction layers (None: the model's), each one more MoE layer with two norms, a 2D x D
+    projection and the head.
     """
+    mtp_depth = model.mtp_depth if mtp_depth is None else mtp_depth
     d = model.d_model
     attention = _attention(model.attention, d, seq_len)
     dense = 3 * d * model.dense_width
-    sparse = 3 * d * (model.router.top_k * model.expert_width + model.shared_width)
-    layers = model.num_layers * attention + model.num_dense_layers * dense + model.num_moe_layers * sparse
+    routed = 3 * model.expert_in_width * model.router.top_k * model.expert_width + 2 * d * model.latent_width
+    sparse = routed + 3 * d * model.shared_width
+    layers = model.num_layers * attention + model.num_mlp_layers * dense + model.num_moe_layers * sparse
     mtp = attention + sparse + 3 * d + 2 * d * d
     head = model.vocab_size * d * (1 + mtp_depth)
     return 6.0 * (layers + mtp_depth * mtp + head)

@@ -70,7 +70,7 @@ def derive(program: Program, data: Data) -> dict[str, Any]:
 def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, text) lines for a person: what will be trained, on what, how long, with which rules."""
     d, model, router, opt = derived, config.model, config.model.router, config.optimizer
-    layers = f"{model.num_layers} layers ({model.num_dense_layers} dense), width {model.d_model}"
+    layers = f"{model.num_layers} layers ({model.num_mlp_layers} dense), width {model.d_model}"
     lines = [
         ("model", f"{layers}; {d['parameters'] / 1e6:,.2f}M parameters, {d['active_parameters'] / 1e6:,.2f}M a token"),
         ("router", routing_rules(router)),

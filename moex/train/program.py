@@ -1,6 +1,6 @@
 """A configuration made ready to run: fold, mesh, decoder, optimizer, and the jitted programs over them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +31,8 @@ class Program(NamedTuple):
     eval: Any
     record: Any
 
-    def initial_state(self) -> TrainState:
-        return initial_state(self.config, self.decoder, self.tx, self.state)
+    def initial_state(self, weights: Mapping[str, Any] | None = None) -> TrainState:
+        return initial_state(self.config, self.decoder, self.state, weights)
 
 
 def build(

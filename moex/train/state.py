@@ -1,5 +1,6 @@
 """All that a step carries over to the next, and where it lies on the mesh."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +66,7 @@ def abstract_state(
         step=scalar((), jnp.int32),
         params=placed,
         optimizer=moments,
-        router_bias=scalar((config.model.num_moe_layers, config.model.router.num_experts), jnp.float32),
+        router_bias=scalar((config.model.num_routers, config.model.router.num_experts), jnp.float32),
         skips=scalar((), jnp.int32),
         samples=scalar((2,), jnp.uint32),
         tokens=scalar((2,), jnp.uint32),
@@ -74,16 +75,24 @@ def abstract_state(
 
 
 def initial_state(
-    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, abstract: TrainState
+    config: RunConfig, decoder: Decoder, abstract: TrainState, weights: Mapping[str, Any] | None = None
 ) -> TrainState:
-    """Draws parameters, and zeros for the rest, on the mesh that `abstract` names."""
+    """Draws parameters, and zeros for the rest, on the mesh that `abstract` names.
+
+    weights: `params` and `router_bias` to begin with in their place, laid out as `abstract` says.
+    """
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = param.initial_values(
-        decoder.declarations, config.train.seed, config.model.init_std, config.model.num_layers, shardings.params
-    )
+    if weights is None:
+        params = param.initial_values(
+            decoder.declarations, config.train.seed, config.model.init_std, config.model.num_layers, shardings.params
+        )
+    else:
+        params = weights["params"]
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
     rest = jax.jit(
         lambda: zeros(abstract._replace(params=None, ema=None)), out_shardings=shardings._replace(params=None, ema=None)
     )()  # optax starts its moments and counts at zero
+    if weights is not None:
+        rest = rest._replace(router_bias=weights["router_bias"])
     # Copies: a step takes over the buffers of its whole state, and cannot take one twice.
     return rest._replace(params=params, ema=jax.tree.map(jnp.copy, params) if abstract.ema else {})

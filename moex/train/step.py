@@ -24,6 +24,7 @@ from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.precision.recipes import Precision, resolve
 from moex.precision.weight import ports, with_ports
+from moex.train.further import further_loss, totals
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate, without_frozen
 from moex.train.state import Leaf, TrainState, count
@@ -56,6 +57,7 @@ class Sums(NamedTuple):
     """
 
     lm_loss: Leaf
+    mtp: Leaf
     balance: Leaf
     sequence: Leaf
     all_micros: Leaf
@@ -137,7 +139,7 @@ def hidden(
 def nll_sum(
     config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, enter=as_they_are, **options
 ):
-    """Sum of -log p(label) over all devices' valid tokens of a micro-batch, and the layers' statistics."""
+    """Sum of -log p(label) over all devices' valid tokens of a micro-batch, the layers' statistics, and final activations."""
     tokens = Tokens(micro.segments, micro.positions, micro.index)
     activations, stats = hidden(config, decoder, fold, params, steering, micro.ids, tokens, enter, **options)
     with jax.named_scope("loss"):
@@ -145,20 +147,25 @@ def nll_sum(
             activations, decoder.head(params, enter), micro.labels, micro.mask, fold,
             vocab_size=config.model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens,
         )  # fmt: skip
-        return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats
+        return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats, activations
 
 
-def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, total_tokens, enter):
+def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, totals, enter):
     """One micro-batch's share of the step's loss, and its `Sums`; runs inside shard_map.
 
-    The language-model loss is divided by the step's global number of valid tokens, so micro-batches and devices add up;
+    The language-model loss is divided by the step's global number of valid tokens (`totals`), so micro-batches and devices
+    add up, and each depth of multi-token prediction by its own;
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
-    router, layers = config.model.router, config.model.num_moe_layers
-    nll, stats = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
-    lm_loss = nll / total_tokens
+    router, layers = config.model.router, config.model.num_routers
+    nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
+    lm_loss, mtp_loss = nll / totals[0], jnp.float32(0)
     if stats is None:
         return lm_loss, no_sums((0, router.num_experts))._replace(lm_loss=lm_loss)
+    if config.model.mtp_depth:
+        given = params, steering, micro, activations, totals[1:], enter
+        mtp_loss, more = further_loss(config, decoder, fold, *given, training=True)
+        stats = jax.tree.map(lambda *x: jnp.concatenate(x), stats, more)
     share = 1 / config.train.accumulation
     terms = dict(
         balance=(router.aux_coefficient, stats.balance_loss),
@@ -167,11 +174,12 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
         z=(router.z_coefficient, stats.z_loss),
     )
     shares = {name: (factor, loss_L.sum() * share) for name, (factor, loss_L) in terms.items()}
-    loss = lm_loss
+    loss = lm_loss + mtp_loss
     for factor, value in shares.values():
         loss += factor * value
     return loss, Sums(
         lm_loss=lm_loss,
+        mtp=mtp_loss,
         **{name: value / layers for name, (_, value) in shares.items()},
         counts_LE=stats.counts_E,
         plain_LE=stats.plain_E,
@@ -187,12 +195,12 @@ def no_sums(shape_LE: tuple[int, int]) -> Sums:
     none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
     zeros = dict.fromkeys(("overflow", "dropped", "not_finite", "clones"), jnp.int32(0))
     floats = dict(offsets_LE=counts.astype(jnp.float32), load=none, need=jnp.zeros((len(NEEDS),), jnp.float32))
-    return Sums(none, none, none, none, none, counts, counts, **zeros, **floats)
+    return Sums(none, none, none, none, none, none, counts, counts, **zeros, **floats)
 
 
 def steer(config: RunConfig, bias_LE, micro: Batch, *, seen_LE=None, key=None) -> Steering:
     """What the layers' routing depends on in one micro-batch."""
-    router, layers = config.model.router, config.model.num_moe_layers
+    router, layers = config.model.router, config.model.num_routers
     if not layers:
         return Steering()
     replay = None if micro.experts is None else jnp.moveaxis(micro.experts, 2, 0)
@@ -217,13 +225,13 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
         step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
         params, enter = (entered(enter_part, shards), as_they_are) if once else (shards, enter_part)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
-        total_tokens = jnp.maximum(valid, 1).astype(jnp.float32)
+        tokens_of_losses = totals(config, fold, batch)
 
         def micro_gradients(micro: Batch, number, seen_LE):
             key = jax.random.fold_in(step_key, number)
             steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
             whole = lambda values: with_ports(params, values)
-            function = lambda p: micro_loss(config, decoder, fold, whole(p), steering, micro, total_tokens, enter)
+            function = lambda p: micro_loss(config, decoder, fold, whole(p), steering, micro, tokens_of_losses, enter)
             (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(ports(params))
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
@@ -296,6 +304,7 @@ def make_train_step(
             router_not_finite=sums.not_finite, skipped=(~finite).astype(jnp.int32), applied=go.astype(jnp.int32),
         )  # fmt: skip
         router = config.model.router
+        metrics |= dict(mtp_loss=sums.mtp) if config.model.mtp_depth else {}
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
         metrics |= dict(clones=sums.clones, echo_load=sums.load) if config.parallel.echo_slots else {}
@@ -331,7 +340,7 @@ def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Cal
         params = entered(enter, shards)
 
         def add(total, micro):
-            nll, stats = nll_sum(config, decoder, fold, params, bias_LE, micro)
+            nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro)
             overflow = jnp.int32(0) if stats is None else stats.overflow.sum()
             return (total[0] + nll, total[1] + overflow), None
 

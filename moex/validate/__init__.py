@@ -78,15 +78,17 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind
     if waves > 1 and model.router.pad_to_capacity:
         problems.append(f"parallel.waves={waves}: each wave would pad to the whole capacity; leave out pad_to_capacity")
     if config.parallel.echo_slots:
-        part = model.d_model * model.expert_width // size("etp")
-        problems.append(divides("d_model x expert_width / etp, which clones are cut from,", part, "ep", size("ep")))
-        widths = model.d_model, model.expert_width // size("etp")
+        part = model.expert_in_width * model.expert_width // size("etp")
+        problems.append(divides("width x expert_width / etp, which clones are cut from,", part, "ep", size("ep")))
+        widths = model.expert_in_width, model.expert_width // size("etp")
         if config.parallel.echo_wire == "float8" and any(width % 128 for width in widths):
             problems.append(
-                f"parallel.echo_wire=float8 has a scale for each 128 x 128 block: d_model={widths[0]} and expert_width / etp="
-                f"{widths[1]} must be multiples of 128; set it to compute"
+                f"parallel.echo_wire=float8 has a scale for each 128 x 128 block: d_model={widths[0]} (or latent_width) and "
+                f"expert_width / etp={widths[1]} must be multiples of 128; set it to compute"
             )
-    if model.num_dense_layers:
+        if model.expert_bias:
+            problems += [divides("a bias of experts", w, "ep", size("ep")) for w in (widths[0], 2 * widths[1])]
+    if model.num_mlp_layers:
         problems.append(divides("model.dense_width", model.dense_width, "tp", size("tp")))
     kv, tp = attention.num_kv_heads, size("tp")
     if attention.kind == "gqa" and kv % tp and tp % kv:

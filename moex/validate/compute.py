@@ -11,7 +11,7 @@ def compute_problems(config: RunConfig) -> list[str]:
     modules, model, memory, problems = set(config.memory.recompute), config.model, config.memory, []
     if "layer" in modules and len(modules) > 1:
         problems.append(f"memory.recompute: `layer` contains {sorted(modules - {'layer'})}; name one or the others")
-    if "mlp" in modules and not model.num_dense_layers:
+    if "mlp" in modules and not model.num_mlp_layers:
         problems.append("memory.recompute: `mlp` has no effect without dense layers")
     if modules & {"moe", "experts"} and not model.num_moe_layers:
         problems.append("memory.recompute: `moe` and `experts` have no effect without MoE layers")
@@ -37,7 +37,7 @@ def compute_problems(config: RunConfig) -> list[str]:
 
 def _precision_problems(config: RunConfig) -> list[str]:
     precision, model, problems = config.precision, config.model, []
-    there = dict(mlp=model.num_dense_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    there = dict(mlp=model.num_mlp_layers, shared=model.shared_width, experts=model.num_moe_layers)
     for kind, number in there.items():
         if (name := getattr(precision, kind)) != "recipe" and not number:
             problems.append(f"precision.{kind}={name} has no effect: the model has no such products")
@@ -46,10 +46,15 @@ def _precision_problems(config: RunConfig) -> list[str]:
             problems.append(f"precision.{kind}={precision.recipe} is precision.recipe already: leave it at recipe")
     if precision.wire != "compute" and (config.parallel.transport == "local" or not model.num_moe_layers):
         problems.append(f"precision.wire={precision.wire} has no effect with transport local: no row travels")
-    if precision.wire != "compute" and model.d_model % 128:
+    if precision.wire != "compute" and model.expert_in_width % 128:
         problems.append(
-            f"precision.wire={precision.wire} has a scale for 128 numbers of a row: model.d_model={model.d_model} must be a "
-            "multiple of 128; set it to compute"
+            f"precision.wire={precision.wire} has a scale for 128 numbers of a row: model.d_model={model.d_model} (or "
+            "latent_width) must be a multiple of 128; set it to compute"
+        )
+    if (recipe := resolve(precision).experts) and (model.expert_bias or model.swiglu_limit):
+        problems.append(
+            f"precision.experts: {recipe.name} knows no biases and no clamped SwiGLU, which model.expert_bias and "
+            "model.swiglu_limit ask for: set it to compute"
         )
     used = [recipe for kind in KINDS if (recipe := resolve(precision).recipe(kind)) and there.get(kind, 1)]
     if precision.gather == "codes" and not used:
@@ -67,14 +72,14 @@ def _precision_problems(config: RunConfig) -> list[str]:
 def precision_problems_on(config: RunConfig, folded: Fold, device_kind: str) -> list[str]:
     """Recipes whose tiles don't fill an expert's part of this mesh, or that this kind of device has no hardware for."""
     precision, model, problems = resolve(config.precision), config.model, []
-    there = dict(mlp=model.num_dense_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    there = dict(mlp=model.num_mlp_layers, shared=model.shared_width, experts=model.num_moe_layers)
     on_gpu = device_kind.startswith("NVIDIA") and not config.precision.emulate
     if (recipe := precision.experts) and model.num_moe_layers and on_gpu:
         width = model.expert_width // folded.size("etp")
-        if model.d_model % recipe.tile or width % recipe.tile:
+        if model.expert_in_width % recipe.tile or width % recipe.tile:
             problems.append(
-                f"precision.experts: kernels of {recipe.name} have tiles of {recipe.tile}: model.d_model={model.d_model} and "
-                f"expert_width / etp={width} must be multiples of it; set it to compute"
+                f"precision.experts: kernels of {recipe.name} have tiles of {recipe.tile}: model.d_model={model.d_model} (or "
+                f"latent_width) and expert_width / etp={width} must be multiples of it; set it to compute"
             )
     for kind in KINDS:
         recipe = precision.recipe(kind)

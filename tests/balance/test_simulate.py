@@ -13,7 +13,7 @@ from mesh import build_mesh, fold, sharded
 from moex import dispatch
 from moex.balance.__main__ import counted, main, recorded
 from moex.balance.simulate import Cloning, group_counts, overflowing, retries, simulate, wire_rows
-from moex.config import ParallelConfig
+from moex.config import ModelConfig, ParallelConfig, RouterConfig
 from moex.layers import passage
 from moex.layers.experts import Experts
 from moex.observe import routing
@@ -78,7 +78,10 @@ def test_needs_are_those_of_the_transport(devices, slots):
     )
 
     def local(chosen, gate_up, down):
-        module = nnx.merge(nnx.graphdef(Experts(8, 8, 2)), dict(gate_up=gate_up, down=down))
+        module = nnx.merge(
+            nnx.graphdef(Experts(ModelConfig(d_model=8, expert_width=8, router=RouterConfig(num_experts=2)))),
+            dict(gate_up=gate_up, down=down),
+        )
         copies = passage.copies(module, chosen, experts_, folded, parallel)
         options = dict(cell_factor=1.0, spill_factor=9.0, row_factor=9.0)
         plan = dispatch.plan("alltoall", copies.chosen_Tk, copies.number, folded, **options)

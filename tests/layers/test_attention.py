@@ -17,6 +17,7 @@ from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP, swiglu
 from moex.layers.tokens import Tokens, unpacked
+from moex.precision.recipes import Precision
 from tests.layers import oracle
 from tests.quick import quick_jit
 
@@ -69,9 +70,8 @@ def test_blocks_of_queries_add_up(block_size, ordered, window):
     q, k, v, g = (rng.normal(size=(B, S, n, 8)).astype(np.float32) for n in (4, 2, 2, 4))
     tokens = tokens_of(SEGMENTS["padded"])
     places = blockwise.Places(tokens.segments, tokens.index)
-    blocks = lambda q, k, v: blockwise.attention(
-        q, k, v, places, places, scale=0.7, window=window, ordered=ordered, block_size=block_size
-    )
+    rule = blockwise.Rule(scale=0.7, window=window)
+    blocks = lambda q, k, v: blockwise.attention(q, k, v, places, places, rule, ordered=ordered, block_size=block_size)
     both = lambda f: quick_jit(lambda *a: (*jax.vjp(f, *a[:3])[1](a[3]), f(*a[:3])))(q, k, v, g)
     for got, want in zip(both(blocks), both(lambda *a: naive(*a, tokens, window)), strict=True):
         np.testing.assert_allclose(got, want, atol=5e-6 * np.abs(want).max())
@@ -176,7 +176,7 @@ def test_splitting_heads_and_width_changes_nothing(name, mesh, devices):
 
     def local(shards, x, cotangent, tokens):
         def weighed(shards, x):
-            entered = param.enter(declared, places, shards, jnp.float32)
+            entered = param.enter(declared, places, shards, jnp.float32, Precision())
             y = call(merged(module, entered), x, tokens, folded)
             return (y * cotangent).sum(), y
 

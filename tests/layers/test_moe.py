@@ -16,6 +16,7 @@ from moex.config import ModelConfig, ParallelConfig, RouterConfig
 from moex.layers import param
 from moex.layers.experts import expert_mlp
 from moex.layers.moe import MoE, Steering
+from moex.precision.recipes import Precision
 from tests.layers import oracle
 from tests.quick import quick_jit
 
@@ -185,7 +186,7 @@ def on_split(split, config, loss, arrays, devices):
 
     def local(shards, x, *rest):
         def whole(shards, x):
-            return loss(parallel, param.enter(declared, places, shards, jnp.float32), x, *rest, folded)
+            return loss(parallel, param.enter(declared, places, shards, jnp.float32, Precision()), x, *rest, folded)
 
         (_, (y, stats)), grads = jax.value_and_grad(whole, argnums=(0, 1), has_aux=True)(shards, x)
         return y, stats, grads

@@ -91,14 +91,14 @@ def test_dense_model_by_hand():
 
 def test_dense_model_against_the_compilers_count():
     """XLA counts every key (a mask saves it nothing) and norms, rotation and softmax, too: a few per cent above."""
-    decoder, seq_len = Decoder(DENSE), 32
+    one = ModelConfig(**{**vars(DENSE), "num_layers": 1, "num_dense_layers": 1})  # a scan's body is counted once
+    decoder, seq_len = Decoder(one), 32
     ids = jnp.zeros((1, seq_len), jnp.int32)
 
     def forward(params):
         hidden, _ = decoder.hidden(params, None, ids, unpacked(1, seq_len), ALONE, jnp.float32)
         return logits(hidden[0], decoder.head(params), ALONE, vocab_size=DENSE.vocab_size)
 
-    one = ModelConfig(**{**vars(DENSE), "num_layers": 1, "num_dense_layers": 1})  # a scan's body is counted once
     params = param.abstract(Decoder(one).declarations)
     cost = jax.jit(forward).lower(params).compile().cost_analysis()
     attention = 4 * 16 * seq_len  # the half that causality doesn't need

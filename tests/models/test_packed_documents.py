@@ -19,6 +19,7 @@ from moex.layers import param
 from moex.layers.context import zigzag_order
 from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder
+from moex.precision.recipes import Precision
 from moex.train.loss import logits
 from tests.quick import quick_jit
 
@@ -62,7 +63,7 @@ def compiled(model, method, cp):
     specs = jax.tree.map(lambda p: p.spec, places)
 
     def local(shards, ids_BS, tokens):
-        weights = param.enter(decoder.declarations, places, shards, jnp.float32)
+        weights = param.enter(decoder.declarations, places, shards, jnp.float32, Precision())
         hidden_BSD, stats = decoder.hidden(weights, None, ids_BS, tokens, folded, jnp.float32)
         flat = logits(
             hidden_BSD.reshape(-1, config.d_model), decoder.head(weights), folded, vocab_size=config.vocab_size

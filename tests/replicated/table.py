@@ -4,6 +4,7 @@ Two devices; B rows, S tokens of a row, D model width, N heads, H head width, E 
 expert-sorted buffer, V vocabulary.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,7 @@ from moex import dispatch
 from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
 from moex.layers import blockwise, param
 from moex.layers.attention import attend
-from moex.layers.blockwise import Places
+from moex.layers.blockwise import Places, Rule
 from moex.layers.experts import Experts
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
@@ -58,6 +59,8 @@ def module_case(module, call, inputs, **options):
 def attentions():
     gqa = AttentionConfig(num_heads=N, num_kv_heads=2, head_dim=H, qk_norm=True)
     windowed = AttentionConfig(num_heads=N, num_kv_heads=2, head_dim=H, sliding_window=3, rope=RopeConfig(factor=4.0))
+    full = dict(bias=True, out_bias=True, sinks=True, soft_cap=2.0, qk_norm=True, qk_norm_joint=True, rope_dim=2)
+    every = AttentionConfig(num_heads=N, num_kv_heads=2, head_dim=H, **full)
     mla = AttentionConfig(
         kind="mla", num_heads=N, head_dim=H, rope_dim=2, value_dim=3, q_latent_dim=6, kv_latent_dim=5,
         rope=RopeConfig(interleaved=True),
@@ -66,8 +69,9 @@ def attentions():
     inputs = dict(x=normal(0, B, S, D)) | PLACES
     over_tp = dict(axis="tp", whole=tuple(PLACES), communicates=True)
     over_cp = dict(axis="cp", communicates=True)
-    for name, config, methods in (("gqa", gqa, ("gather", "ring", "ulysses")), ("mla", mla, ("ulysses",))):
-        kind = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[name]
+    ways = ("gather", "ring", "ulysses")
+    for name, config, methods in (("gqa", gqa, ways), ("mla", mla, ways[2:]), ("gqa, all options", every, ways)):
+        kind = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[config.kind]
         yield f"{name} on dp", module_case(kind(D, config, 1e-6), call, inputs)
         yield f"{name} on tp", module_case(kind(D, config, 1e-6), call, inputs, **over_tp)
         for method in methods:
@@ -89,8 +93,9 @@ def dense_layers():
         q, k, v = (inputs[name] * weights[name] for name in "qkv")
         if not blocks:
             return attend(q, k, v, tokens_of(inputs), tokens_of(inputs), scale=0.5, window=5, ordered=True)
-        places = Places(inputs["segments"], inputs["index"])
-        return blockwise.attention(q, k, v, places, places, scale=0.5, window=0, ordered=True, block_size=3)
+        places, sinks = Places(inputs["segments"], inputs["index"]), weights["q"][0, 0, 0]
+        rule = Rule(scale=0.5, soft_cap=2.0)
+        return blockwise.attention(q, k, v, places, places, rule, sinks_N=sinks, ordered=True, block_size=3)
 
     weights = {name: normal(i, 1, 1, 1, H) for i, name in enumerate("qkv")}
     inputs = {name: normal(i, B, S, n, H) for i, (name, n) in enumerate(zip("qkv", (N, 2, 2), strict=True))} | PLACES
@@ -165,7 +170,10 @@ def experts():
     yield from quantised.products()
     call = lambda module, inputs, fold: on_each_device(lambda i: module(i["x"], i["weights"], i["sizes"]), inputs)
     inputs = dict(x=normal(0, 2, R, D), weights=normal(1, 2, R), sizes=SIZES)
-    yield "experts", module_case(Experts(D, F, E), call, inputs)
+    config = ModelConfig(d_model=D, expert_width=F, router=RouterConfig(num_experts=E))
+    yield "experts", module_case(Experts(config), call, inputs)
+    clamped = dataclasses.replace(config, expert_bias=True, swiglu_limit=1.0)
+    yield "experts with biases", module_case(Experts(clamped), call, inputs)
 
     chosen = np.stack([np.random.default_rng(t).permutation(E + 1)[:K] for t in range(B * S)]).astype(np.int32)
     inputs = dict(x=whole(0, B * S, D), w=whole(1, B * S, K), experts=chosen)

@@ -1,0 +1,1 @@
+"""Public checkpoints: reading their folders into a run, and writing a run as one."""
