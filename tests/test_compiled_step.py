@@ -12,7 +12,7 @@ from moex.plan.compiled import CompileError, compile_step
 from moex.plan.module import copies, exposed, number_of, thunks, unpaired, waits_for_host
 from moex.validate import ConfigError
 
-TARGET = (Path(__file__).parents[1] / "benchmarks/targets/h100.txtpb").read_text()
+TARGET = (Path(__file__).parents[1] / "moex/plan/targets/h100.txtpb").read_text()
 EVERYTHING = RunConfig(
     model=ModelConfig(
         vocab_size=2048, d_model=512, num_layers=4, expert_width=256,
