@@ -10,15 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moex.cli import GPUS, fail, parse
+from moex.cli import GPUS, dump, fail, parse
 from moex.config import RunConfig
-from moex.plan import report
+from moex.plan import calibrate, report
 from moex.plan.as_json import as_json
 from moex.plan.compiled import CompileError
 from moex.plan.page import page
 from moex.plan.plan import Plan, make_plan
 from moex.plan.remedies import Remedy, measured
-from moex.plan.target import parse_target
+from moex.plan.search import search
+from moex.plan.target import Target, parse_target
 from moex.validate import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -51,8 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.install:
         return subprocess.call([str(_ROOT / "scripts/setup_aot.sh"), str(_ROOT / ".venv-aot")])
     try:
+        if options.calibrate:
+            return _calibrate()
         config = parse(rest).config
-        plan = make_plan(config, parse_target(_gpus(options.gpus, config)), tell=_tell)
+        target = parse_target(_gpus(options.gpus, config))
+        if options.search:
+            return _search(config, target, options.save)
+        plan = make_plan(config, target, tell=_tell)
         wanted = options.remedies or not plan.fits
         remedies = measured(config, plan.target, tell=_tell) if wanted else []
     except ConfigError as error:
@@ -67,6 +73,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder_out:
         _write(options.folder_out, plan, remedies)
     return int(options.audit and (not plan.fits or any(f.level == "fault" for f in plan.findings)))
+
+
+def _calibrate() -> int:
+    known = calibrate.cases(tell=_tell)
+    fitted = calibrate.fit(known)
+    print(calibrate.table(calibrate.outcomes(known, fitted), fitted), end="")
+    return 0
+
+
+def _search(config: RunConfig, target: Target, save: Path | None) -> int:
+    """The table of compiled layouts, one line a rejected family, and the best as a file. 1 when none fits."""
+    found = search(config, target, tell=_tell)
+    print(report.search_text(found), end="")
+    best = found.plans[0] if found.plans else None
+    if best is None or not best.fits:
+        print("no layout that was compiled fits", file=sys.stderr)
+        return 1
+    if save:
+        save.write_text(dump(best.config))
+        print(f"written: {save} (python train.py --config {save})")
+    return 0
 
 
 def _gpus(given: str | None, config: RunConfig) -> str:

@@ -19,12 +19,14 @@ from moex.plan.hlo import Instruction, Module
 from moex.plan.memory import sizes
 from moex.plan.module import waits_for_host
 from moex.plan.target import Target
-from moex.plan.timeline import Timeline
+from moex.plan.timeline import Event, Timeline
 from moex.train.program import build
 
 _LARGE_BYTES = 1 << 20
 _COSTLY_SHARE = 0.02
 """Share of a step from which on what XLA does again is a fault."""
+_DENSE_RATIO = 2.0
+"""From so many times the FLOPs of the rows that are there, pads among them, a product counts as dense."""
 _HOST = {"infeed", "outfeed", "send", "recv", "send-done", "recv-done"}
 _MODEL_VIEWS = {"tp", "cp", "ep", "etp"}
 """Views whose traffic grows with the tokens: their groups belong into an NVLink domain where they fit into one."""
@@ -44,16 +46,16 @@ def audit(
 ) -> list[Finding]:
     """All findings, faults first."""
     found = [
-        *_host(step, module),
-        *_low_reductions(timeline),
-        *_wide_numbers(module),
-        *_dense_experts(config, fold, module, timeline),
-        *_crossing(target, timeline),
-        *_not_donated(config, fold, step, module),
-        *_again(step, timeline),
-        *_one_after_another(timeline),
-        *_copies_of_state(module),
-        *_undeclared(timeline),
+        *host(step, module),
+        *low_reductions(timeline),
+        *wide_numbers(module),
+        *dense_experts(_forward_flops(config, fold), timeline),
+        *crossing(target, timeline),
+        *not_donated(_state_bytes(config, fold), step, module),
+        *again(step, timeline),
+        *one_after_another(timeline),
+        *copies_of_state(module),
+        *undeclared(timeline),
     ]
     return sorted(found, key=lambda f: f.level)
 
@@ -62,7 +64,7 @@ def _where(instruction: Instruction, module: Module) -> str:
     return " ".join(filter(None, (instruction.op_name or instruction.name, module.source(instruction))))
 
 
-def _host(step: CompiledStep, module: Module) -> Iterator[Finding]:
+def host(step: CompiledStep, module: Module) -> Iterator[Finding]:
     """What makes the device wait for the host, with the operation; what only the list of thunks shows, without one."""
     told = 0
     for instruction, _, _ in module.executed():
@@ -82,7 +84,7 @@ def _host(step: CompiledStep, module: Module) -> Iterator[Finding]:
         yield from (Finding("fault", "waits for the host", text) for text in waits_for_host(step.thunks, step.text))
 
 
-def _low_reductions(timeline: Timeline) -> Iterator[Finding]:
+def low_reductions(timeline: Timeline) -> Iterator[Finding]:
     for _, c in timeline.sent():
         low = {"bf16", "f16"} | {d for d in c.dtypes if d.startswith("f8")}
         if c.reduces and c.phase in ("backward", "update") and low & set(c.dtypes):
@@ -90,7 +92,7 @@ def _low_reductions(timeline: Timeline) -> Iterator[Finding]:
             yield Finding("fault", "gradients reduced in low precision", text, f"{c.name} {c.source}")
 
 
-def _wide_numbers(module: Module) -> Iterator[Finding]:
+def wide_numbers(module: Module) -> Iterator[Finding]:
     for computation in module.computations.values():
         for instruction in computation.values():
             if any(a.dtype in ("f64", "c128") for a in instruction.shapes):
@@ -98,23 +100,37 @@ def _wide_numbers(module: Module) -> Iterator[Finding]:
                 return
 
 
-def _dense_experts(config: RunConfig, fold: Fold, module: Module, timeline: Timeline) -> Iterator[Finding]:
-    """Products within the experts that multiply far more rows than were sent to them."""
-    model, n = config.model, sizes(config, fold)
-    if not model.num_moe_layers:
-        return
-    width = model.expert_width // fold.size(fold.expert.etp)
-    largest = 2.0 * n.used_rows * model.d_model * 2 * width  # gate and up in one
-    runs = model.num_moe_layers * config.train.accumulation
+def dense_experts(forward_flops: float, timeline: Timeline) -> Iterator[Finding]:
+    """Experts that multiply far more rows than were sent to them.
+
+    forward_flops: of all experts' products in a step's forward passes, for the rows that they get; backward takes twice that.
+    """
+    spent: dict[str, list[Event]] = {}
     for e in timeline.all_events():
-        inside = e.scope.startswith("moe") and e.scope not in ("moe/router", "moe/shared_expert")
-        if inside and e.cost.flops * e.times > 3 * largest * runs:
-            ratio = e.cost.flops * e.times / (largest * runs)
-            text = f"a product takes {ratio:.0f} times the FLOPs of the rows that experts get: dense over all experts?"
-            yield Finding("fault", "dense over experts", text, f"{e.name} {e.scope} {e.source}")
+        if e.cost.flops and e.scope.startswith("moe") and e.scope not in ("moe/router", "moe/shared_expert"):
+            spent.setdefault(e.phase, []).append(e)
+    for phase, events in spent.items():
+        wanted = forward_flops * (2 if phase == "backward" else 1)
+        ratio = sum(e.times * e.cost.flops for e in events) / wanted
+        if ratio > _DENSE_RATIO:
+            most = max(events, key=lambda e: e.times * e.cost.flops)
+            text = (
+                f"{phase}, experts take {ratio:.1f} times the FLOPs of the rows that they get: dense over all of them?"
+            )
+            yield Finding("fault", "dense over experts", text, f"{most.name} {most.scope} {most.source}")
 
 
-def _crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:
+def _forward_flops(config: RunConfig, fold: Fold) -> float:
+    """Of gate, up and down over all layers and micro-batches; infinite without experts."""
+    model = config.model
+    if not model.num_moe_layers:
+        return math.inf
+    width = model.expert_width // fold.size(fold.expert.etp)
+    rows = sizes(config, fold).used_rows * model.num_moe_layers * config.train.accumulation
+    return 2.0 * rows * model.d_model * 3 * width
+
+
+def crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:
     worst: dict[tuple[str, int, bool], tuple[float, Collective]] = {}
     for _, c in timeline.sent():
         if c.groups.domains > 1 and set(c.view.split(" x ")) & _MODEL_VIEWS and c.num_bytes >= _LARGE_BYTES:
@@ -129,22 +145,25 @@ def _crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:
         yield Finding(level, "crosses NVLink domains", text + more, f"{c.name} {c.source}")
 
 
-def _not_donated(config: RunConfig, fold: Fold, step: CompiledStep, module: Module) -> Iterator[Finding]:
-    program = build(config, fold, mesh=abstract_mesh(fold))
-    shard = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-    state = sum(map(shard, jax.tree.leaves(program.state)))
-    if step.alias_bytes >= 0.99 * state:
+def not_donated(state_bytes: int, step: CompiledStep, module: Module) -> Iterator[Finding]:
+    """Arrays of the state, `state_bytes` on a GPU, that the step doesn't write over."""
+    if step.alias_bytes >= 0.99 * state_bytes:
         return
     aliased = {int(n) for n in re.findall(r"\{[\d, ]*\}: \((\d+),", module.head)}
     entry = module.computations[module.entry].values()
     left = [i for i in entry if i.opcode == "parameter" and int(i.given) not in aliased]
-    named = sorted((i for i in left if i.op_name.startswith("state")), key=lambda i: -i.num_bytes)[:3]
-    lost, whole = (state - step.alias_bytes) / 2**30, state / 2**30
-    text = f"{lost:.2f} of {whole:.2f} GiB of the state not written over: donate it"
+    named = sorted((i for i in left if not i.op_name.startswith("batch")), key=lambda i: -i.num_bytes)[:3]
+    lost, whole = (state_bytes - step.alias_bytes) / 2**30, state_bytes / 2**30
+    text = f"{lost:.2f} of {whole:.2f} GiB of the state are not written over: donate it"
     yield Finding("fault", "state not donated", text, ", ".join(i.op_name for i in named))
 
 
-def _again(step: CompiledStep, timeline: Timeline) -> Iterator[Finding]:
+def _state_bytes(config: RunConfig, fold: Fold) -> int:
+    state = build(config, fold, mesh=abstract_mesh(fold)).state
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+
+
+def again(step: CompiledStep, timeline: Timeline) -> Iterator[Finding]:
     """Work that XLA does twice on its own account, to get below the GPU's memory."""
     if match := re.search(r".*[Ii]nvoluntary full rematerialization.*", step.log):
         yield Finding("fault", "involuntary rematerialisation", match[0].strip()[:300])
@@ -160,7 +179,7 @@ def _again(step: CompiledStep, timeline: Timeline) -> Iterator[Finding]:
         yield Finding(level, "involuntary rematerialisation", text, f"{longest.name} {longest.scope} {longest.source}")
 
 
-def _one_after_another(timeline: Timeline) -> Iterator[Finding]:
+def one_after_another(timeline: Timeline) -> Iterator[Finding]:
     """Collectives that stop the kernels because nothing is scheduled beside them: the three scopes that cost most."""
     sums: dict[tuple[str, str, str], tuple[float, int, Collective]] = {}
     for e, c in timeline.sent():
@@ -175,7 +194,7 @@ def _one_after_another(timeline: Timeline) -> Iterator[Finding]:
         yield Finding("note", "not overlapped", text, f"{c.name} {c.source}")
 
 
-def _copies_of_state(module: Module) -> Iterator[Finding]:
+def copies_of_state(module: Module) -> Iterator[Finding]:
     """Whole copies of parameters that XLA keeps in another layout, outside all loops."""
     entry = module.computations[module.entry]
     copies = []
@@ -193,7 +212,7 @@ def _copies_of_state(module: Module) -> Iterator[Finding]:
         yield Finding("note", "state copied", text, names)
 
 
-def _undeclared(timeline: Timeline) -> Iterator[Finding]:
+def undeclared(timeline: Timeline) -> Iterator[Finding]:
     names = {e.cost.undeclared for e in timeline.all_events() if e.cost.undeclared} - SILENT_CALLS
     for name in sorted(names):
         yield Finding(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moex.config import RunConfig
+from moex.config import OptimizerConfig, RunConfig, TrainConfig
 from moex.plan.compiled import CompiledStep, CompileError, compile_step
 from moex.plan.target import Target
 from pallas_kernels.sass import toolchain
@@ -55,6 +55,7 @@ def compiled_for(config: RunConfig, target: Target, *, tell: Callable[[str], Non
 
     Raises ConfigError when the configuration doesn't fit the GPUs; CompileError with the compiler's text.
     """
+    config = _with_default_schedule(config)
     folder = cache_folder() / key(config, target)
     if (found := _read(folder)) is not None:
         return found
@@ -67,10 +68,17 @@ def compiled_for(config: RunConfig, target: Target, *, tell: Callable[[str], Non
 
 def key(config: RunConfig, target: Target) -> str:
     """What names the cached step; GPUs in an NVLink domain are not part of it, since XLA doesn't know them."""
-    settings = dataclasses.asdict(config)
+    settings = dataclasses.asdict(_with_default_schedule(config))
     content = {name: settings[name] for name in _PROGRAM}
     content |= dict(gpus=target.num_gpus, host=target.gpus_per_host, target=target.description, source=_sources())
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _with_default_schedule(config: RunConfig) -> RunConfig:
+    """Without what changes constants of the program only: its length, rates, seed."""
+    rates = {n: getattr(OptimizerConfig(), n) for n in ("peak_lr", "final_lr", "warmup_steps", "weight_decay", "eps")}
+    train = dataclasses.replace(config.train, steps=TrainConfig.steps, seed=TrainConfig.seed)
+    return dataclasses.replace(config, train=train, optimizer=dataclasses.replace(config.optimizer, **rates))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moex.config import RunConfig
 from moex.plan.cache import compiled_for
@@ -56,7 +56,9 @@ def _candidates(config: RunConfig) -> Iterator[Remedy]:
         factors = dict(cell_factor=1.0, spill_factor=0.35, row_factor=1.25)
         flags = " ".join(f"--parallel.{name} {value}" for name, value in factors.items())
         yield Remedy(
-            flags, "buffers for what is used, with retries, in place of the worst case", _with(config, parallel=factors)
+            flags,
+            "buffers for what is used, with retries, in place of the worst case",
+            replaced(config, parallel=factors),
         )
     if not memory.recompute and not memory.stash:
         yield _one(config, "memory", "recompute", ("layer",), "keep only the inputs of layers")
@@ -74,9 +76,10 @@ def _candidates(config: RunConfig) -> Iterator[Remedy]:
 
 def _one(config: RunConfig, section: str, field: str, value, about: str) -> Remedy:
     shown = " ".join(value) if isinstance(value, tuple) else str(value)
-    return Remedy(f"--{section}.{field} {shown}", about, _with(config, **{section: {field: value}}))
+    return Remedy(f"--{section}.{field} {shown}", about, replaced(config, **{section: {field: value}}))
 
 
-def _with(config: RunConfig, **sections) -> RunConfig:
+def replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """The configuration with fields of sections changed: `replaced(config, parallel=dict(tp=2))`."""
     changed = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
     return dataclasses.replace(config, **changed)

@@ -10,6 +10,7 @@ from moex.plan.memory import Part
 from moex.plan.plan import Plan, by_scope, by_view
 from moex.plan.remedies import Remedy
 from moex.plan.schedule import layer_schedule
+from moex.plan.search import Found
 
 GIB = 2**30
 ASSUMED = (
@@ -179,3 +180,29 @@ def _plain(line: str) -> str:
 def schedule_text(plan: Plan) -> str:
     """One layer, forward and backward, as scheduled: each line a kernel or a collective with its time, beside what."""
     return "\n".join(layer_schedule(plan.timeline)) + "\n"
+
+
+def search_text(found: Found, *, width: int = 140) -> str:
+    """Compiled layouts, fastest that fits first, and a line for each family that was left."""
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    rows = []
+    for p in found.plans:
+        parallel, train = p.config.parallel, p.config.train
+        rows.append(
+            (
+                f"tp {parallel.tp} cp {parallel.cp} ep {parallel.ep} etp {parallel.etp}", f"ZeRO-{parallel.zero}",
+                ", ".join(p.config.memory.recompute) or "nothing", f"{train.batch_size // train.accumulation}",
+                f"{p.step.peak_bytes / 1e9:.1f}" + ("" if p.fits else " !"), f"{p.estimate.step_s:.2f}",
+                f"{p.estimate.tokens_per_s:,.0f}", f"{p.estimate.mfu:.1%}",
+            )
+        )  # fmt: skip
+    columns = ["layout", "", "recompute", "rows at a time", "GB", "s a step", "tokens/s a GPU", "MFU"]
+    console.print(
+        _table(f"Compiled, of {found.tried} layouts that fit by formula (! does not fit)", columns, rows, words=3)
+    )
+    console.print()
+    for family, reason in found.rejected:
+        console.print(f"left: {family}: {_plain(reason)}", soft_wrap=True)
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    return out.getvalue()
