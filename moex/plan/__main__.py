@@ -42,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--remedies", action="store_true", help="compile remedies although it fits")
     parser.add_argument(
+        "--search", action="store_true", help="look for a faster layout, compile the best three by formula"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="--search: write the best configuration for train.py --config"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="compare estimates with published speeds, and stop")
+    parser.add_argument(
         "--install", action="store_true", help="make .venv-aot, the environment that compiles, and stop"
     )
     return parser

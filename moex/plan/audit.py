@@ -133,7 +133,7 @@ def _forward_flops(config: RunConfig, fold: Fold) -> float:
 def crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:
     worst: dict[tuple[str, int, bool], tuple[float, Collective]] = {}
     for _, c in timeline.sent():
-        if c.groups.domains > 1 and set(c.view.split(" x ")) & _MODEL_VIEWS and c.num_bytes >= _LARGE_BYTES:
+        if c.groups.domains > 1 and set(c.view.split(" x ")) <= _MODEL_VIEWS and c.num_bytes >= _LARGE_BYTES:
             key = c.view, c.groups.size, c.groups.size <= target.domain
             sent, first = worst.get(key, (0.0, c))
             worst[key] = sent + c.times * c.network_bytes, first

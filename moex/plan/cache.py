@@ -56,14 +56,18 @@ def compiled_for(config: RunConfig, target: Target, *, tell: Callable[[str], Non
     Raises ConfigError when the configuration doesn't fit the GPUs; CompileError with the compiler's text.
     """
     config = _with_default_schedule(config)
-    folder = cache_folder() / key(config, target)
-    if (found := _read(folder)) is not None:
+    if (found := cached(config, target)) is not None:
         return found
     python = aot_python()
     tell(f"compiling the step for {target}: one to five minutes, once")
     step = compile_step(config, target.num_gpus, target.description, python=python, gpus_per_host=target.gpus_per_host)
-    _write(folder, step)
+    _write(cache_folder() / key(config, target), step)
     return step
+
+
+def cached(config: RunConfig, target: Target) -> CompiledStep | None:
+    """The step where it was compiled before, else None."""
+    return _read(cache_folder() / key(config, target))
 
 
 def key(config: RunConfig, target: Target) -> str:

@@ -4,6 +4,7 @@ B rows of a device in a micro-batch, S its part of a sequence between layers, T 
 """
 
 import collections
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 
 from mesh import Fold, abstract_mesh
 from moex import dispatch
-from moex.config import RunConfig
+from moex.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from moex.layers import param
 from moex.plan.collectives import scope_of
 from moex.plan.compiled import CompiledStep
-from moex.train.program import Program, build
+from moex.train.program import build
 
 _LINE = re.compile(r"^([\s│]*)[├└]── (.*) \([\d.]+%, total: .*?current: ([\d ]+) bytes")
 
@@ -64,25 +65,46 @@ class Part(NamedTuple):
     about: str
 
 
+class State(NamedTuple):
+    """Bytes of a device's part of weights and optimizer; `whole`: numbers of its parameters as compute sees them, split by
+    model parallelism only, by part of the model.
+    """
+
+    weights: float
+    moments: float
+    whole: dict[str, float]
+
+
+@functools.lru_cache(maxsize=4096)
+def _state(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fold: Fold) -> State:
+    """Of a configuration; recompute and rows at a time don't change it."""
+    program = build(RunConfig(model=model, parallel=parallel, optimizer=optimizer), fold, mesh=abstract_mesh(fold))
+    declarations = program.decoder.declarations
+    places = param.placements(declarations, fold)
+    local = lambda d, place: math.prod(d.full_shape) / math.prod(fold.size(axes) for axes in place.dims)
+    held = lambda tree: float(sum(x.dtype.itemsize * _part(x) for x in jax.tree.leaves(tree)))
+    whole = {n: sum(jax.tree.leaves(param.tree_map(local, declarations[n], places[n]))) for n in declarations}
+    return State(held(program.state.params), held(program.state.optimizer), whole)
+
+
 def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     """The parts that a person would add up. What the compiler needs beyond them is the difference to its peak."""
-    program = build(config, fold, mesh=abstract_mesh(fold))
-    model, parallel = config.model, config.parallel
+    model, parallel, train = config.model, config.parallel, config.train
     width = jnp.dtype(config.precision.compute_dtype).itemsize
-    held = lambda tree: float(sum(x.dtype.itemsize * _part(x) for x in jax.tree.leaves(tree)))
-    whole = _entered(program, fold)
-    once, n = parallel.zero == 1, sizes(config, fold)
+    state = _state(model, parallel, config.optimizer, fold)
+    once, n, every = parallel.zero == 1, sizes(config, fold), sum(state.whole.values())
     layers = {"moe_layers": model.num_moe_layers, "dense_layers": model.num_dense_layers}
-    one_layer = max((whole[name] / number for name, number in layers.items() if number), default=0.0)
-    gathered = sum(whole.values()) if once else one_layer + whole.get("ends", 0.0)
-    gradients = 4.0 * sum(whole.values()) if once else held(program.state.params)
-    micro = (width * sum(whole.values()) if once else gradients) if config.train.accumulation > 1 else 0.0
+    one_layer = max((state.whole[name] / number for name, number in layers.items() if number), default=0.0)
+    gathered = every if once else one_layer + state.whole.get("ends", 0.0)
+    gradients = 4.0 * every if once else state.weights
+    micro = (width * every if once else gradients) if train.accumulation > 1 else 0.0
     kept, kept_about = _kept(config, fold, n, width)
-    chunk = min(config.train.loss_chunk_tokens, n.tokens * fold.size(fold.dense.tp))
+    chunk = min(train.loss_chunk_tokens, n.tokens * fold.size(fold.dense.tp))
     vocab = model.padded_vocab_size // fold.size(fold.dense.tp)
+    batch = 21.0 * n.tokens * fold.size(fold.dense.tp) * train.accumulation  # five int32 and a bool a token
     parts = [
-        Part("master weights", held(program.state.params), "float32, split over all devices that would repeat them"),
-        Part("moments", held(program.state.optimizer), f"{config.optimizer.name}, float32, split like the weights"),
+        Part("master weights", state.weights, "float32, split over all devices that would repeat them"),
+        Part("moments", state.moments, f"{config.optimizer.name}, float32, split like the weights"),
         Part("weights as computed with", width * gathered, "all layers (ZeRO-1)" if once else "a layer, ends (ZeRO-3)"),
         Part("gradients", gradients, "float32, as gathered (ZeRO-1)" if once else "float32, split (ZeRO-3)"),
         Part("gradients of one micro-batch", micro, "before they are added to the others"),
@@ -91,19 +113,9 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
         Part("one layer at work: experts", _experts(config, fold, n, width), "rows, gate and up, hidden rows, results"),
         Part("dispatch buffers", 2.0 * n.slots * model.d_model * width, f"{n.slots:,} rows out and as many in"),
         Part("loss", 4.0 * vocab * (3 * chunk + model.d_model), f"logits of {chunk:,} tokens thrice, gradient of the head"),
-        Part("batch", held(program.batch), "token ids, labels, masks, positions"),
+        Part("batch", batch, "token ids, labels, masks, positions"),
     ]  # fmt: skip
     return [p for p in parts if p.num_bytes]
-
-
-def _entered(program: Program, fold: Fold) -> dict[str, float]:
-    """Numbers of a device's parameters as compute sees them, split by model parallelism only, by part of the model."""
-    declarations = program.decoder.declarations
-    places = param.placements(declarations, fold)
-    local = lambda d, place: math.prod(d.full_shape) / math.prod(fold.size(axes) for axes in place.dims)
-    return {
-        name: sum(jax.tree.leaves(param.tree_map(local, declarations[name], places[name]))) for name in declarations
-    }
 
 
 def _part(x) -> int:

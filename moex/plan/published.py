@@ -7,7 +7,7 @@ formula.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moex.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from moex.models.families import deepseek_v3, mixtral, qwen3_moe
@@ -37,13 +37,12 @@ class Left(NamedTuple):
     missing: str
 
 
-def _run(name: str, model: ModelConfig, *, rows: int, accumulation: int = 1, **parallel) -> RunConfig:
-    if parallel.get("ep", 1) > 1:
-        parallel = dict(transport="alltoall", cell_factor=1.0, row_factor=1.0) | parallel
+def _run(name: str, model: ModelConfig, *, rows: int, accumulation: int = 1, **parallel: Any) -> RunConfig:
+    buffers: dict[str, Any] = dict(transport="alltoall", cell_factor=1.0, row_factor=1.0)
     return RunConfig(
         name=name,
         model=model,
-        parallel=ParallelConfig(**parallel),
+        parallel=ParallelConfig(**buffers | parallel),
         train=TrainConfig(steps=1000, batch_size=rows, accumulation=accumulation, seq_len=4096),
         optimizer=OptimizerConfig(warmup_steps=10),
         memory=MemoryConfig(recompute=("layer",)),
@@ -89,7 +88,7 @@ def _qwen3_30b() -> ModelConfig:
     )  # fmt: skip
 
 
-_ROOM = dict(spill_factor=0.35, row_factor=1.25)
+_ROOM: dict[str, float] = dict(spill_factor=0.35, row_factor=1.25)
 _WHOLE = "full recompute, one row a GPU at a time"
 
 ROWS = (
@@ -120,7 +119,7 @@ ROWS = (
     ),
     Row(
         "Moonlight-16B-A3B", "MB", "h100:8", 77.5, "judge",
-        lambda: _run("moonlight", _moonlight(), rows=4, accumulation=1, zero=1, tp=2, ep=8), "4096 tokens, from 457 ms a step",
+        lambda: _run("moonlight", _moonlight(), rows=4, accumulation=1, zero=1, tp=2, ep=8), "4096 tokens: 457 ms a step",
     ),
 )  # fmt: skip
 
