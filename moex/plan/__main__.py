@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if options.install:
-        return subprocess.call([str(_ROOT / "scripts/setup_aot.sh"), str(_ROOT / ".venv-aot")])
+        return _install()
     try:
         if options.calibrate:
             return _calibrate()
@@ -80,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder_out:
         _write(options.folder_out, plan, remedies)
     return int(options.audit and (not plan.fits or any(f.level == "fault" for f in plan.findings)))
+
+
+def _install() -> int:
+    script = _ROOT / "scripts/setup_aot.sh"
+    if not script.exists():
+        return fail(ConfigError(f"--install needs a checkout of moex: {script} is missing"))
+    return subprocess.call([str(script), str(_ROOT / ".venv-aot")])
 
 
 def _calibrate() -> int:

@@ -16,9 +16,11 @@ from mesh import Fold, abstract_mesh
 from moex import dispatch
 from moex.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from moex.layers import param
+from moex.models.decoder import Decoder
 from moex.plan.collectives import scope_of
 from moex.plan.compiled import CompiledStep
-from moex.train.program import build
+from moex.train.optim import optimizer
+from moex.train.state import abstract_state
 
 _LINE = re.compile(r"^([\s│]*)[├└]── (.*) \([\d.]+%, total: .*?current: ([\d ]+) bytes")
 
@@ -53,7 +55,8 @@ def sizes(config: RunConfig, fold: Fold) -> Sizes:
     )  # fmt: skip
     slots = 0
     if p.transport == "alltoall":
-        slots = fold.size(fold.expert.ep) * budget.cell_rows + budget.spill_rows
+        ranks = fold.size(fold.expert.ep)
+        slots = ranks * (budget.cell_rows + -(-budget.spill_rows // ranks))
     return Sizes(tokens, budget.rows, min(budget.rows, wave * etp * router.top_k), slots)
 
 
@@ -76,15 +79,17 @@ class State(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _state(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fold: Fold) -> State:
+def _state(model: ModelConfig, parallel: ParallelConfig, chosen: OptimizerConfig, fold: Fold) -> State:
     """Of a configuration; recompute and rows at a time don't change it."""
-    program = build(RunConfig(model=model, parallel=parallel, optimizer=optimizer), fold, mesh=abstract_mesh(fold))
-    declarations = program.decoder.declarations
+    decoder = Decoder(model, parallel)
+    tx = optimizer(chosen, decoder.declarations)
+    state = abstract_state(RunConfig(model=model), decoder, tx, fold, abstract_mesh(fold))
+    declarations = decoder.declarations
     places = param.placements(declarations, fold)
     local = lambda d, place: math.prod(d.full_shape) / math.prod(fold.size(axes) for axes in place.dims)
     held = lambda tree: float(sum(x.dtype.itemsize * _part(x) for x in jax.tree.leaves(tree)))
     whole = {n: sum(jax.tree.leaves(param.tree_map(local, declarations[n], places[n]))) for n in declarations}
-    return State(held(program.state.params), held(program.state.optimizer), whole)
+    return State(held(state.params), held(state.optimizer), whole)
 
 
 def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
