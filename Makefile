@@ -20,7 +20,7 @@ export PYTHON
 # XLA:CPU allocates its temporaries anew each step; huge pages make that a quarter cheaper (glibc 2.35; else no effect).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: help train test lint format ci kernels constraints clean
+.PHONY: help train test lint format ci kernels plans constraints clean
 
 help:
 	@echo "make train   train the preset PRESET=tiny (ARGS=\"--section.field VALUE\", EXTRAS=cuda on a GPU machine)"
@@ -29,6 +29,7 @@ help:
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make ci      everything that a change must pass"
 	@echo "make kernels compile every GPU kernel without a GPU, print registers, spills, instructions (ARGS=\"--check\")"
+	@echo "make plans   compile every preset of a published system for its GPUs and audit it (half an hour)"
 	@echo "make constraints  choose the pinned versions anew (needs uv)"
 	@echo "make clean   remove environments and caches; runs/ stays"
 
@@ -60,6 +61,11 @@ ci:
 kernels:
 	@scripts/setup_aot.sh "$(AOT_VENV)"
 	"$(AOT_VENV)/bin/python" benchmarks/kernels.py $(ARGS)
+
+plans:
+	@scripts/setup_env.sh "$(VENV)" dev,hf
+	@scripts/setup_aot.sh "$(AOT_VENV)"
+	$(PY) scripts/audit_presets.py $(ARGS)
 
 constraints:
 	@sed '/^[^#]/,$$d' constraints.txt > constraints.new

@@ -20,7 +20,7 @@ from moex.plan.compiled import compile_step
 from moex.plan.module import waits_for_host
 from moex.validate import resolve_fold
 
-TARGET = Path(__file__).parent / "targets" / "h100.txtpb"
+TARGET = Path(__file__).parents[1] / "moex/plan/targets/h100.txtpb"
 COLLECTIVE = re.compile(
     r"= \(?(\w+)\[.*? (all-reduce|reduce-scatter|all-gather|all-to-all|ragged-all-to-all|collective-permute)(-start)?\("
 )

@@ -143,7 +143,7 @@ def compiled(num_gpus: int, tokens: int, python: Path) -> list[str]:
         shared_width=2048, num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, q_latent_dim=1536, kv_latent_dim=512,
         num_experts=EXPERTS, top_k=TOP_K, num_groups=GROUPS, top_groups=TOP_GROUPS,
     )  # fmt: skip
-    target = (ROOT / "benchmarks/targets/h100.txtpb").read_text()
+    target = (ROOT / "moex/plan/targets/h100.txtpb").read_text()
     lines = [f"{num_gpus} H100s, ep 64, {tokens} tokens a GPU, 4 layers recomputed: GiB a GPU"]
     lines.append(f"{'':36}{'temporaries':>12}{'peak':>8}{'compiled in':>13}")
     for name, (fields, memory) in budgets().items():

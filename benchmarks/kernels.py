@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pallas_kernels
 from pallas_kernels.sass import CompileError, Report, inspect
 
-TARGET = Path(__file__).parent / "targets" / "h100.txtpb"
+TARGET = Path(__file__).parents[1] / "moex/plan/targets/h100.txtpb"
 TABLE = Path(__file__).parent / "kernels_h100.json"
 
 

@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-aot/bin/python")
     parser.add_argument("--only", choices=list(RECIPES), action="append")
     a = parser.parse_args()
-    target = (ROOT / "benchmarks/targets/h100.txtpb").read_text()
+    target = (ROOT / "moex/plan/targets/h100.txtpb").read_text()
     pool_bytes = int((1.1 * a.layers + ROWS) * TOKENS * TOP_K) * D * 2  # the smaller of the two large ones
     failed = []
     columns = ("temporaries", "without gradients", "peak", "copies of a pool", "compiled in")

@@ -1,7 +1,9 @@
 """Figures of GPUs by JAX's device kind: what a roofline or an MFU is measured against.
 
 Dense peaks without sparsity. Sources: NVIDIA's data sheets of A100 (2021), H100 and H200 (2024), DGX B200 and
-GB200 / GB300 NVL72 (2025). NVLink is one direction of one GPU.
+GB200 / GB300 NVL72 (2025). NVLink is one direction of one GPU; so is the network, of the adapter that the reference systems
+give each GPU (ConnectX-6 200 Gb/s in DGX A100, ConnectX-7 400 Gb/s in DGX H100, H200, B200 and GB200, ConnectX-8 800 Gb/s
+in GB300).
 """
 
 import dataclasses
@@ -9,19 +11,31 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One GPU: FLOP/s in BF16 and FP8 (0: the format isn't supported), bytes and bytes/s of memory, NVLink bytes/s."""
+    """One GPU: FLOP/s in BF16 and FP8 (0: the format isn't supported), bytes and bytes/s of memory, NVLink and network
+    bytes/s; how many of them one NVLink domain and one host have.
+    """
 
     bf16_flops: float
     fp8_flops: float
     memory_bytes: float
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
+    network_bytes_per_s: float
     nvlink_domain: int
+    gpus_per_host: int
 
 
-_A100 = dict(bf16_flops=312e12, fp8_flops=0.0, nvlink_bytes_per_s=300e9, nvlink_domain=8)
-_HOPPER = dict(bf16_flops=989e12, fp8_flops=1979e12, nvlink_bytes_per_s=450e9, nvlink_domain=8)
-_BLACKWELL = dict(nvlink_bytes_per_s=900e9)
+_DGX = dict(nvlink_domain=8, gpus_per_host=8)
+_A100 = dict(bf16_flops=312e12, fp8_flops=0.0, nvlink_bytes_per_s=300e9, network_bytes_per_s=25e9, **_DGX)
+_HOPPER = dict(bf16_flops=989e12, fp8_flops=1979e12, nvlink_bytes_per_s=450e9, network_bytes_per_s=50e9, **_DGX)
+_NVL72 = dict(
+    bf16_flops=2500e12,
+    fp8_flops=5000e12,
+    memory_bytes_per_s=8e12,
+    nvlink_bytes_per_s=900e9,
+    nvlink_domain=72,
+    gpus_per_host=4,
+)
 
 ACCELERATORS = {
     "NVIDIA A100-SXM4-40GB": Accelerator(memory_bytes=40e9, memory_bytes_per_s=1.555e12, **_A100),
@@ -33,25 +47,12 @@ ACCELERATORS = {
         fp8_flops=4500e12,
         memory_bytes=180e9,
         memory_bytes_per_s=8e12,
-        nvlink_domain=8,
-        **_BLACKWELL,
+        nvlink_bytes_per_s=900e9,
+        network_bytes_per_s=50e9,
+        **_DGX,
     ),
-    "NVIDIA GB200": Accelerator(
-        bf16_flops=2500e12,
-        fp8_flops=5000e12,
-        memory_bytes=186e9,
-        memory_bytes_per_s=8e12,
-        nvlink_domain=72,
-        **_BLACKWELL,
-    ),
-    "NVIDIA GB300": Accelerator(
-        bf16_flops=2500e12,
-        fp8_flops=5000e12,
-        memory_bytes=279e9,
-        memory_bytes_per_s=8e12,
-        nvlink_domain=72,
-        **_BLACKWELL,
-    ),
+    "NVIDIA GB200": Accelerator(memory_bytes=186e9, network_bytes_per_s=50e9, **_NVL72),
+    "NVIDIA GB300": Accelerator(memory_bytes=279e9, network_bytes_per_s=100e9, **_NVL72),
 }
 
 

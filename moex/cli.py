@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from configs import PRESETS
+from configs import GPUS, PRESETS
 from moex.config import RunConfig
 from moex.validate import ConfigError
+
+__all__ = ["GPUS", "PRESETS", "USAGE", "Command", "dump", "fail", "load", "parse"]
 
 USAGE = """usage: train.py [PRESET] [--section.field VALUE ...] [--print-config] [--inspect-batch STEP] [--profile FIRST:STOP]
        train.py --config RUN/config.json [--section.field VALUE ...] [...]

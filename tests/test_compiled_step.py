@@ -3,16 +3,18 @@
 Compiled in a child process with the compile-only CUDA packages; the readers are tested on texts everywhere.
 """
 
-from pathlib import Path
-
 import pytest
 
 from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, RunConfig, TrainConfig
 from moex.plan.compiled import CompileError, compile_step
+from moex.plan.memory import sizes
 from moex.plan.module import copies, exposed, number_of, thunks, unpaired, waits_for_host
+from moex.plan.plan import read_plan
+from moex.plan.target import parse_target
 from moex.validate import ConfigError
 
-TARGET = (Path(__file__).parents[1] / "benchmarks/targets/h100.txtpb").read_text()
+H100S = parse_target("h100:64")
+TARGET = H100S.description
 EVERYTHING = RunConfig(
     model=ModelConfig(
         vocab_size=2048, d_model=512, num_layers=4, expert_width=256,
@@ -62,6 +64,27 @@ def test_rows_are_not_dispatched_again_in_the_backward_pass(compiled):
 def test_the_pool_is_never_copied(compiled):
     rows = 1.1 * 4 * 1024 * 4  # of a device: 4 layers, 1024 tokens, k 4
     assert copies(compiled.text, int(rows) * 512 * 2) == []
+
+
+@pytest.mark.needs_aot
+@pytest.mark.slow
+def test_the_plan_finds_no_fault_and_adds_up(compiled):
+    """The reader's sums against the compiler's: what is alive at the peak, and what is sent by the buffers' sizes."""
+    plan = read_plan(EVERYTHING, H100S, compiled)
+    assert [f for f in plan.findings if f.level == "fault"] == []
+    live = sum(part.num_bytes for part in plan.live)
+    assert live == pytest.approx(compiled.peak_bytes, rel=0.2)
+    slots, d_model = sizes(EVERYTHING, plan.fold).slots, EVERYTHING.model.d_model
+    rows = [
+        c
+        for _, c in plan.timeline.sent()
+        if c.kind == "all-to-all" and c.module.startswith("moe/") and "bf16" in c.dtypes
+    ]
+    forward = sum(c.times * c.num_bytes for c in rows if c.phase == "forward" and c.module != "moe/clones")
+    spill = slots - 512 * 4  # beyond the cells of 512 tokens, k 4; such rows travel twice
+    assert forward == pytest.approx(2 * 4 * (slots + spill) * d_model * 2, rel=0.01), "there and back, in four layers"
+    assert {c.view for c in rows} == {"ep"}
+    assert set(plan.estimate.executed_flops) <= {"bf16", "f32"}
 
 
 @pytest.mark.needs_aot

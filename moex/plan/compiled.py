@@ -30,16 +30,21 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """argument_bytes, temporary_bytes, peak_bytes, host_bytes: of one GPU.  text: the scheduled module (HLO).  thunks: what
-    is run of it, in order, as XLA lists it.  compile_s: seconds of lowering and compiling.
+    """argument_bytes, temporary_bytes, peak_bytes, host_bytes: of one GPU.  alias_bytes: results that are written over
+    arguments.  text: the scheduled module (HLO).  thunks: what is run of it, in order, as XLA lists it.  live: XLA's list of
+    the arrays that are alive when most memory is.  log: what the compiler has warned of.  compile_s: seconds of lowering and
+    compiling.
     """
 
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int
     host_bytes: int
+    alias_bytes: int
     text: str
     thunks: str
+    live: str
+    log: str
     compile_s: float
 
 
@@ -77,11 +82,19 @@ def compile_step(
             raise CompileError(f"not compiled within {timeout_s:.0f} s") from error
         if done.returncode:
             raise CompileError(f"exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
-        thunks = sorted(folder.glob("*.thunk_sequence.txt"), key=lambda path: path.stat().st_size)
-        if not thunks:
-            raise CompileError("the compiler has dumped no sequence of thunks")
         numbers = json.loads((folder / "numbers.json").read_text())
-        return CompiledStep(text=(folder / "module").read_text(), thunks=thunks[-1].read_text(), **numbers)
+        live = _dumped(folder, "-live-range.txt").partition("Stack trace breakdown")[2]
+        thunks = _dumped(folder, ".thunk_sequence.txt")
+        text = (folder / "module").read_text()
+        return CompiledStep(text=text, thunks=thunks, live=live, log=done.stderr[-20_000:], **numbers)
+
+
+def _dumped(folder: Path, ending: str) -> str:
+    """The largest dump with this ending: a program may be dumped beside small helpers of the same name."""
+    found = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+    if not found:
+        raise CompileError(f"the compiler has dumped no *{ending}")
+    return found[-1].read_text(errors="replace")
 
 
 def _child(folder: Path, num_gpus: int, gpus_per_host: int) -> None:
@@ -107,6 +120,7 @@ def _child(folder: Path, num_gpus: int, gpus_per_host: int) -> None:
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
         compile_s=seconds,
     )
     (folder / "module").write_text(compiled.as_text())

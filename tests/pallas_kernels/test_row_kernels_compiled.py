@@ -14,7 +14,7 @@ from pallas_kernels.combine import Tiles as CombineTiles
 from pallas_kernels.permute import Tiles as PermuteTiles
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "benchmarks" / "targets" / "h100.txtpb"
+TARGET = ROOT / "moex/plan/targets/h100.txtpb"
 MULTIPROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 227 * 1024
 CASES = [  # op, case, thread blocks that its default grid puts on one multiprocessor
     ("quantize", "quantize rows e4m3 1x128 bf16 8192x7168", 4),

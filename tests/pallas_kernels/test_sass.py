@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import sass
 
-TARGET = (Path(__file__).parents[2] / "benchmarks" / "targets" / "h100.txtpb").read_text()
+TARGET = (Path(__file__).parents[2] / "moex/plan/targets/h100.txtpb").read_text()
 PTXAS = """ptxas info    : Function properties for a_kernel
     0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 168 registers, used 2 barriers, 1 bytes smem
