@@ -25,7 +25,7 @@ from moex.data import Prefetch
 from moex.evaluate import evaluate
 from moex.generate import generate
 from moex.models.flops import mfu
-from moex.observe import routing
+from moex.observe import operands, routing
 from moex.observe.metrics import RunLog
 from moex.observe.profile import Profile, out_of_memory_told
 from moex.observe.progress import Progress
@@ -139,6 +139,8 @@ class _Loop:
                 profile.before(n)
                 if observe.record_routing_every and n % observe.record_routing_every == 0:
                     self._record_routing(n, state, batch)
+                if observe.measure_precision_every and n % observe.measure_precision_every == 0:
+                    self._measure_precision(n, state, batch)
                 with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=n):
                     state, metrics = step_functions[self.sizes.size(n), rung](state, batch)
                 self.pending.append(Pending(n, rung, metrics, waited))
@@ -229,6 +231,14 @@ class _Loop:
         if jax.process_index() == 0:
             config = self.config
             routing.write(Path(config.run_folder), step, np.asarray(chosen), config.model.router.num_experts)
+        self.clock = time.perf_counter()
+
+    def _measure_precision(self, step: int, state: TrainState, batch) -> None:
+        """Writes what quantisation does to each product's operands, at the state and on the batch of a step."""
+        last = self.by_size[self.sizes.size(step)][-1]
+        measured = jax.device_get(last.measure(state.params, state.router_bias, batch))
+        if jax.process_index() == 0:
+            operands.write(Path(self.config.run_folder), step, measured)
         self.clock = time.perf_counter()
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:

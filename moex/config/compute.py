@@ -30,6 +30,10 @@ class PrecisionConfig:
     gather: Literal["compute", "codes"] = "compute"
     """Quantised weights are gathered in the compute dtype and then quantised, or quantised where they are stored, from the
     float32 master, and gathered as codes."""
+    high_first: int = 0
+    """The first this many layers compute in the compute dtype, whatever the recipes; needs parallel.zero 3."""
+    high_last: int = 0
+    """The last this many layers likewise."""
     emulate: bool = False
     """Run recipes that the GPU has no tensor cores or kernels for: exact, and slower than the compute dtype."""
 

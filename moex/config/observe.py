@@ -12,6 +12,8 @@ class ObserveConfig:
     """Steps between lines where the output is no terminal."""
     record_routing_every: int = 0
     """Steps between recordings of every token's experts in RUN/routing, for `python -m moex.balance simulate`; 0 for none."""
+    measure_precision_every: int = 0
+    """Steps between measurements of every quantised operand, into RUN/precision.jsonl; 0 for none."""
     eval_every: int = 100
     """Steps between held-out losses; 0 for none, the last step always has one otherwise."""
     eval_rows: int = 128

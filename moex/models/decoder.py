@@ -6,7 +6,8 @@ device (over tp), L MoE layers, E experts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,16 @@ from moex.memory.recompute import recomputed
 from moex.memory.stash import Stash, sink
 from moex.models.pattern import Kind, Segment, kinds, segments
 
-Enter = Callable[[str, Mapping], Mapping]
+
+class Enter(Protocol):
+    """(name of a part, its stored shards, whether its products compute high) -> its parameters as compute sees them."""
+
+    def __call__(self, name: str, shards: Mapping, high: bool = False, /) -> Mapping: ...
 
 
-def as_they_are(_: str, params: Mapping) -> Mapping:
+def as_they_are(name: str, shards: Mapping, high: bool = False, /) -> Mapping:
     """The `Enter` of parameters that compute can use as they stand."""
-    return params
+    return shards
 
 
 class Layer(nnx.Module):
@@ -54,6 +59,8 @@ class Layer(nnx.Module):
         self.attention = module(config.d_model, attention, config.norm_eps, context=parallel.context)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if kind.sparse:
+            if kind.high:
+                precision = PrecisionConfig(compute_dtype=precision.compute_dtype)
             self.moe = MoE(config, parallel, memory, precision)
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
@@ -112,7 +119,7 @@ class Decoder:
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
         self.config, self.memory = config, memory
-        layers = kinds(config)
+        layers = kinds(config, precision)
         modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(layers))}
         self._graphs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
         self._segments = segments(layers)
@@ -150,7 +157,7 @@ class Decoder:
         stash, stats, options = None, [], dict(training=training, record=record)
 
         def run(kind: Kind, x_BSD, stash, weights, steering):
-            layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights))
+            layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
             return layer(x_BSD, stash, steering, tokens, fold, **options)
 
         def body(period: tuple[Kind, ...], carry, layers):

@@ -39,7 +39,7 @@ def _rope(*, softmax_corrected: bool = False, partial: bool = False) -> Part:
         if kind == "yarn":
             if "original_context" not in rope:
                 rope["original_context"] = fields.take("max_position_embeddings")
-            config = RopeConfig(theta=theta, **rope)
+            config = RopeConfig(theta=float(theta), **rope)
             if config.mscale_all_dim and not softmax_corrected:
                 raise ValueError(
                     f"config.json: mscale_all_dim={config.mscale_all_dim} has no place in this family's attention"

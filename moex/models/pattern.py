@@ -2,14 +2,17 @@
 
 from typing import NamedTuple
 
-from moex.config import ModelConfig
+from moex.config import ModelConfig, PrecisionConfig
 
 
 class Kind(NamedTuple):
-    """What is static of a layer.  sparse: it has experts.  window: its attention's sliding window, 0 for none."""
+    """What is static of a layer.  sparse: it has experts.  window: its attention's sliding window, 0 for none.  high: it
+    computes in the compute dtype, whatever the recipes.
+    """
 
     sparse: bool
     window: int
+    high: bool = False
 
     @property
     def stack(self) -> str:
@@ -24,10 +27,12 @@ class Segment(NamedTuple):
     repeats: int
 
 
-def kinds(config: ModelConfig) -> tuple[Kind, ...]:
+def kinds(config: ModelConfig, precision: PrecisionConfig | None = None) -> tuple[Kind, ...]:
     """Of all layers in order."""
-    sparse = set(config.sparse_layers)
-    return tuple(Kind(i in sparse, config.window(i)) for i in range(config.num_layers))
+    sparse, num = set(config.sparse_layers), config.num_layers
+    first, last = (precision.high_first, precision.high_last) if precision else (0, 0)
+    high = lambda i: i < first or i >= num - last
+    return tuple(Kind(i in sparse, config.window(i), high(i)) for i in range(num))
 
 
 def segments(layers: tuple[Kind, ...]) -> list[Segment]:

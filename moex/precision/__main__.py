@@ -1,6 +1,7 @@
-"""Recipes of a run, shown and compared: `python -m moex.precision show PRESET` and `compare RUN --recipes fp8_block mxfp8`.
+"""Recipes of a run: `python -m moex.precision show PRESET`, `operands RUN`, `compare RUN --recipes fp8_block mxfp8`.
 
-`show` takes what train.py takes and prints each product's formats; `compare` starts every recipe from a run's newest
+`show` takes what train.py takes and prints each product's formats; `operands` says what quantisation did to each product's
+operands when the run last measured; `compare` starts every recipe from a run's newest
 checkpoint and says what the loss, the gradients and the choices of experts lose by it.
 """
 
@@ -21,7 +22,7 @@ from moex.cli import fail, parse
 from moex.compare import BASE, NULL, Compared
 from moex.layers import param
 from moex.models.decoder import Decoder
-from moex.observe import gaps
+from moex.observe import gaps, operands
 from moex.precision import table
 from moex.precision.recipes import RECIPES, resolve
 from moex.validate import ConfigError, check
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["show"]:
             return _show(given[1:])
-        return _compare(_parser().parse_args(given))
+        a = _parser().parse_args(given)
+        return _operands(a.run) if a.command == "operands" else _compare(a)
     except ConfigError as error:
         return fail(error)
 
@@ -41,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moex.precision", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("show", help="formats of every product; takes a preset and flags as train.py does")
+    add = commands.add_parser(
+        "operands", help="what quantisation did to a run's operands, as last measured"
+    ).add_argument
+    add("run", type=Path, help="run folder")
     add = commands.add_parser("compare", help="paired warm starts from a run's newest checkpoint").add_argument
     add("run", type=Path, help="run folder")
     add("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="recipes beside BF16 and its null")
@@ -68,6 +74,23 @@ def _show(flags: Sequence[str]) -> int:
         last = row.product
     Console(width=120).print(drawn)
     print(f"float32 always: {', '.join(table.KEPT_HIGH)}")
+    return 0
+
+
+def _operands(run: Path) -> int:
+    try:
+        step, found = operands.newest(run)
+    except ValueError as error:
+        return fail(error)
+    columns = ("product", "operand", "not finite", "saturated", "became zero", "scales")
+    drawn = Table(*columns, title=f"{run}, step {step}: the worst of all layers")
+    last = None
+    for name, operand, one in found:
+        scales = "none" if one.scale_low is None else f"2^{one.scale_low} to 2^{one.scale_high}"
+        shares = f"{one.not_finite:,.0f}", f"{one.saturated:.2%}", f"{one.vanished:.2%}"
+        drawn.add_row(name if name != last else "", operand, *shares, scales)
+        last = name
+    Console(width=120).print(drawn)
     return 0
 
 

@@ -63,6 +63,8 @@ def precision_rules(precision: PrecisionConfig) -> str:
     rules += [f"{kind} {name}" for kind, name in chosen.items() if name != "compute"]
     if precision.wire != "compute":
         rules.append("rows travel in FP8" + (", their results' gradients too" if precision.wire == "both" else ""))
+    if high := precision.high_first + precision.high_last:
+        rules.append(f"{high} layers without recipe (first {precision.high_first}, last {precision.high_last})")
     if precision.gather == "codes":
         rules.append("weights gathered in codes")
     return ", ".join(rules)

@@ -18,7 +18,7 @@ from moex.models.decoder import Decoder
 from moex.precision import statistics
 from moex.precision.recipes import GemmRecipe, Precision
 from moex.precision.weight import as_matrix, is_quantised
-from moex.train.step import Batch, batch_specs, entering, micro_loss, recipes_on_entry, steer
+from moex.train.step import Batch, batch_specs, entering, micro_loss, recipes_on_entry, steer, totals
 
 
 def make_measure_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
@@ -35,20 +35,19 @@ def make_measure_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> 
         decoder.declarations,
     )
 
-    def with_meters(name: str, both):
+    def with_meters(name: str, both, high: bool = False, /):
         shards, of_part = both
         attach = lambda w, meter: dataclasses.replace(w, meter=meter) if is_quantised(w) else w
-        return jax.tree.map(attach, enter(name, shards), of_part, is_leaf=lambda x: is_quantised(x) or x is None)
+        return jax.tree.map(attach, enter(name, shards, high), of_part, is_leaf=lambda x: is_quantised(x) or x is None)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
         micro = jax.tree.map(lambda x: x[0], batch._replace(step=None))
-        valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
-        total = jnp.maximum(valid, 1).astype(jnp.float32)
+        tokens_of_losses = totals(config, fold, batch)
         steering = steer(config, bias_LE, micro, key=jax.random.key(config.train.seed))
 
         def loss(meters):
             params = {name: (part, meters[name]) for name, part in shards.items()}
-            return micro_loss(config, decoder, fold, params, steering, micro, total, with_meters)[0]
+            return micro_loss(config, decoder, fold, params, steering, micro, tokens_of_losses, with_meters)[0]
 
         of_rows = jax.grad(loss)(meters)
         of_weights = jax.tree.map(

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from mesh import Fold, build_mesh
 from moex.config import RunConfig
 from moex.models.decoder import Decoder
+from moex.train.measure import make_measure_step
 from moex.train.optim import optimizer
 from moex.train.state import TrainState, abstract_state, initial_state
 from moex.train.step import Batch, abstract_batch, batch_specs, make_eval_step, make_record_step, make_train_step
@@ -17,7 +18,7 @@ from moex.train.step import Batch, abstract_batch, batch_specs, make_eval_step, 
 
 class Program(NamedTuple):
     """What a run is made of. train: (state, batch) -> (state, metrics), state donated. eval: see `make_eval_step`.
-    record: see `make_record_step`.
+    record: see `make_record_step`.  measure: see `make_measure_step`.
     """
 
     config: RunConfig
@@ -30,6 +31,7 @@ class Program(NamedTuple):
     train: Any
     eval: Any
     record: Any
+    measure: Any
 
     def initial_state(self, weights: Mapping[str, Any] | None = None) -> TrainState:
         return initial_state(self.config, self.decoder, self.state, weights)
@@ -54,5 +56,5 @@ def build(
     record = jax.jit(make_record_step(config, decoder, fold, mesh), out_shardings=choices)
     return Program(
         config, fold, mesh, decoder, tx, state, abstract_batch(config, fold, mesh, replay=replay), train,
-        jax.jit(make_eval_step(config, decoder, fold, mesh)), record,
+        jax.jit(make_eval_step(config, decoder, fold, mesh)), record, jax.jit(make_measure_step(config, decoder, fold, mesh)),
     )  # fmt: skip

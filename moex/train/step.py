@@ -104,7 +104,12 @@ def entering(config: RunConfig, decoder: Decoder, fold: Fold) -> Enter:
     places = param.placements(decoder.declarations, fold)
     dtype = jnp.dtype(config.precision.compute_dtype)
     precision = recipes_on_entry(config)
-    return lambda name, shards: param.enter(decoder.declarations[name], places[name], shards, dtype, precision)
+
+    def enter(name: str, shards: Mapping, high: bool = False, /) -> dict:
+        recipes = Precision() if high else precision
+        return param.enter(decoder.declarations[name], places[name], shards, dtype, recipes)
+
+    return enter
 
 
 def recipes_on_entry(config: RunConfig) -> Precision:

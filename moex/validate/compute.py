@@ -64,6 +64,20 @@ def _precision_problems(config: RunConfig) -> list[str]:
             f"precision.gather=codes: {', '.join(sorted(two))} needs a weight's codes along both dims, 2.06 bytes a number "
             "where BF16 has 2: set it to compute"
         )
+    high, layers = precision.high_first + precision.high_last, model.num_layers
+    if min(precision.high_first, precision.high_last) < 0 or high > layers:
+        problems.append(
+            f"precision.high_first={precision.high_first} and high_last={precision.high_last} must not be negative, and "
+            f"together at most model.num_layers={layers}"
+        )
+    if high and not used:
+        problems.append("precision.high_first and high_last have no effect without a recipe")
+    if high and config.parallel.zero != 3:
+        problems.append(
+            "precision.high_first and high_last need parallel.zero=3: with 1 all layers' weights are quantised at once"
+        )
+    if high and config.memory.stash:
+        problems.append("memory.stash keeps rows of one kind: set precision.high_first and high_last to 0")
     if precision.emulate and not used:
         problems.append("precision.emulate has no effect without a recipe")
     return problems

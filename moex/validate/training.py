@@ -7,6 +7,7 @@ from moex.data import STDLIB, ramp_of
 from moex.models.decoder import Decoder
 from moex.observe.profile import parse_range
 from moex.observe.trackers import PACKAGES
+from moex.precision.recipes import KINDS, resolve
 from moex.train.optim import cooldown_steps, parse_scale, rates
 from moex.validate.numbers import negative, not_above_zero
 
@@ -38,6 +39,12 @@ def training_problems(config: RunConfig) -> list[str]:
         problems.append(f"observe.record_routing_every={config.observe.record_routing_every} must not be negative")
     if config.observe.record_routing_every and not config.model.num_moe_layers:
         problems.append("observe.record_routing_every has no effect without MoE layers")
+    if config.observe.measure_precision_every < 0:
+        problems.append(
+            f"observe.measure_precision_every={config.observe.measure_precision_every} must not be negative"
+        )
+    if config.observe.measure_precision_every and not any(resolve(config.precision).recipe(kind) for kind in KINDS):
+        problems.append("observe.measure_precision_every has no effect without a recipe: set precision.recipe")
     if config.observe.sample_tokens and not config.observe.sample_prompt:
         problems.append(
             "observe.sample_prompt is empty: give generation a text to start from, or set sample_tokens to 0"

@@ -89,3 +89,17 @@ def test_layers_computed_again_give_the_same_bits():
     np.testing.assert_array_equal(again.metrics["loss"], plain.metrics["loss"])
     for ours, theirs in zip(jax.tree.leaves(again.change), jax.tree.leaves(plain.change), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_first_and_last_layers_stay_high_on_request():
+    """Two layers, one high: neither the step with both in the recipe nor the one with none; with both high it is that one."""
+    zero = ParallelConfig(zero=3)
+    model = dataclasses.replace(MODELS["gqa"], d_model=128, expert_width=128)
+    run = lambda **fields: one_step(tiny_config(model, parallel=zero, precision=dataclasses.replace(FULL, **fields)), 1)
+    assert model.num_layers == 2
+    none, both = run(), run(recipe="fp8_block")
+    first, last = run(recipe="fp8_block", high_first=1), run(recipe="fp8_block", high_last=1)
+    losses = {float(s.metrics["loss"]) for s in (none, both, first, last)}
+    assert len(losses) == 4
+    all_high = run(recipe="fp8_block", high_first=1, high_last=1)
+    np.testing.assert_allclose(all_high.metrics["loss"], none.metrics["loss"], rtol=1e-6)
