@@ -91,14 +91,15 @@ def precision_of(config: RunConfig, recipe: str) -> PrecisionConfig:
     kinds = dict.fromkeys(("attention", "mlp", "shared", "experts"), "recipe")
     wire = config.precision.wire if recipe != BASE else "compute"
     gather = config.precision.gather if recipe not in (BASE, "mxfp8") else "compute"
-    emulate = recipe != BASE
-    precision: Any = dict(recipe=recipe, wire=wire, gather=gather, emulate=emulate, **kinds)
+    high = {} if recipe != BASE else dict(high_first=0, high_last=0)
+    precision: Any = dict(recipe=recipe, wire=wire, gather=gather, emulate=recipe != BASE, **kinds, **high)
     return dataclasses.replace(config.precision, compute_dtype="bfloat16", **precision)
 
 
 def configured(config: RunConfig, recipe: str) -> RunConfig:
     """The run with one recipe for every product."""
-    return dataclasses.replace(config, precision=precision_of(config, recipe))
+    observe = dataclasses.replace(config.observe, measure_precision_every=0)
+    return dataclasses.replace(config, precision=precision_of(config, recipe), observe=observe)
 
 
 def compare(start: Start, recipes: Sequence[str], steps: int) -> dict[str, Compared]:
