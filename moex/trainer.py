@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from mesh.distributed import Start, describe
 from moex import startup
@@ -40,6 +41,8 @@ from moex.validate import ConfigError, check_on, resolve_fold
 EXIT_DONE, EXIT_PREEMPTED = 0, 75
 MAX_SKIPS = 10
 """Steps in a row with non-finite loss or gradients after which the run ends with an error."""
+COMPILE_PATIENCE_MS = 3_600_000
+"""How long a process waits for the others to have compiled."""
 
 
 def run(config: RunConfig, start: Start) -> int:
@@ -213,6 +216,8 @@ class _Loop:
                 began = time.perf_counter()
                 compiled[size, rung] = program.train.lower(program.state, program.batch).compile()
                 self.log.event("compile", rung=rung, rows=size, seconds=time.perf_counter() - began)
+        # Some compile longer than others, and a first collective waits for its peers for 30 s only.
+        multihost.get_barrier_sync_fn()(key="compiled", timeout_ms=COMPILE_PATIENCE_MS)
         return compiled
 
     def _batch(self, step: int):

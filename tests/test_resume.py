@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import train
+from mesh.distributed import Start
 from moex.checkpoint import open_step
 from moex.data import Ramp, open_corpus
 from moex.data.__main__ import main as data_main
@@ -23,7 +27,8 @@ STEPS, EVERY = 10, 3
 RAMP = ["--train.batch-size=16", "--train.accumulation=2", "--train.ramp-sizes", "8", "--train.ramp-samples", "40"]
 ARGUMENTS = [
     "tiny", "--model.d-model=32", "--model.num-layers=1", "--model.expert-width=16", f"--train.steps={STEPS}",
-    "--train.seq-len=32", *RAMP, "--optimizer.warmup-steps=2", "--optimizer.ema-decay=0.8",
+    "--train.seq-len=32", *RAMP, "--optimizer.warmup-steps=2", f"--optimizer.schedule-steps={STEPS}",
+    "--optimizer.ema-decay=0.8",
     "--model.router.score-function=sigmoid", "--model.router.bias-rate=0.01", f"--checkpoint.every-steps={EVERY}",
     "--checkpoint.keep=9", "--observe.eval-every=4", "--observe.eval-rows=16", "--observe.sample-tokens=0",
     "--observe.sample-ids", "True", "--data.packing=documents", "--data.weights", "0.6", "0.4",
@@ -67,16 +72,23 @@ def corpora(tmp_path_factory) -> list[str]:
     return ["--data.corpus", *flags]
 
 
-def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes: int = 1) -> str:
-    """Runs train.py over eight devices in all, as one process or two; returns the first one's output."""
+def here(folder: Path, arguments) -> None:
+    """Runs the command line in this process, which has eight devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        # `jax.distributed` cannot start in a process that has used devices.
+        patch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
+        assert train.main([*arguments, f"--folder={folder}"]) == 0
+
+
+def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes: int = 1) -> None:
+    """Runs train.py over eight devices in all, as one process or two of its own; one may be killed after a step."""
     saved = EVERY * ((kill_at or 0) // EVERY)
     start = ["-c", KILLED, str(folder), str(kill_at), str(saved)] if kill_at is not None else [str(ROOT / "train.py")]
     environ = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", PYTHONFAULTHANDLER="1")
+    environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # as in this process
     environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // num_processes}"
     places = [{}]
     if num_processes > 1:
-        import socket
-
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -93,7 +105,6 @@ def launch(folder: Path, arguments, *, kill_at: int | None = None, num_processes
         pytest.fail("\n".join(process.communicate()[0] for process in running))
     expected = -signal.SIGKILL if kill_at is not None else 0
     assert [process.returncode for process in running] == [expected] * num_processes, "\n".join(outputs)
-    return outputs[0]
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -119,7 +130,7 @@ def leaves(tree, name=""):
 def straight(corpora, tmp_path_factory) -> Path:
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    launch(folder, [*ARGUMENTS, *ONE_FOLDING, *corpora])
+    here(folder, [*ARGUMENTS, *ONE_FOLDING, *corpora])
     return folder
 
 
@@ -149,8 +160,8 @@ def test_a_run_killed_at_a_random_step_continues_to_the_same_bits(straight, corp
     arguments = [*ARGUMENTS, *ONE_FOLDING, *corpora]
     launch(tmp_path, arguments, kill_at=at)
     saved = EVERY * (at // EVERY)
-    output = launch(tmp_path, arguments)
-    assert (f"continuing after step {saved}" in output) == bool(saved)
+    here(tmp_path, arguments)
+    assert [event["step"] for event in events_of(tmp_path, "resume")] == ([saved] if saved else [])
     assert lines_of(tmp_path) == lines_of(straight)
     ours, theirs = dict(leaves(open_step(tmp_path))), dict(leaves(open_step(straight)))
     assert ours.keys() == theirs.keys()
@@ -160,13 +171,16 @@ def test_a_run_killed_at_a_random_step_continues_to_the_same_bits(straight, corp
 
 @pytest.mark.slow
 def test_another_folding_and_another_number_of_processes_continue_it(straight, corpora, tmp_path):
-    """3 steps in one process, 3 in two on another folding, the rest in one again: the same samples, losses within 1e-5."""
-    common = [a for a in ARGUMENTS if not a.startswith("--train.steps")] + ["--optimizer.schedule-steps=10", *corpora]
-    launch(tmp_path, [*common, *ONE_FOLDING, "--train.steps=3", "--observe.eval-every=0"])
-    launch(tmp_path, [*common, *OTHER_FOLDING, "--train.steps=6", "--observe.eval-every=0"], num_processes=2)
-    before = dict(leaves(open_step(tmp_path, 6)))
-    launch(tmp_path, [*common, *ONE_FOLDING, f"--train.steps={STEPS}"])
-    ours, theirs = lines_of(tmp_path), lines_of(straight)
+    """From step 3 two processes on another folding, from step 6 one again: samples as they were, losses within 1e-5."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    for step in (6, 9, STEPS):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    shorter = [a.replace(f"--train.steps={STEPS}", "--train.steps=6") for a in ARGUMENTS]
+    launch(folder, [*shorter, *OTHER_FOLDING, *corpora], num_processes=2)
+    before = dict(leaves(open_step(folder, 6)))
+    here(folder, [*ARGUMENTS, *ONE_FOLDING, *corpora])
+    ours, theirs = lines_of(folder), lines_of(straight)
     assert [line["sample_ids"] for line in ours] == [line["sample_ids"] for line in theirs]
     assert [line["lr"] for line in ours] == [line["lr"] for line in theirs]
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-5)

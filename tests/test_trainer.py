@@ -276,6 +276,16 @@ def test_another_corpus_is_refused(copied, capsys, monkeypatch):
     assert "was trained on another corpus" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_has_seen_other_samples_is_refused(copied, capsys, monkeypatch):
+    """A config.json that was written over: its batch sizes don't lead to the samples that the state counted."""
+    monkeypatch.setattr("moex.trainer._Loop._compile", lambda *_: pytest.fail("reached compilation"))
+    path = copied / "config.json"
+    path.write_text(path.read_text().replace('"batch_size": 8', '"batch_size": 16'))
+    arguments = [*without("--train.steps"), "--train.steps=7", "--train.batch-size=16", f"--folder={copied}"]
+    assert train.main(arguments) == 2
+    assert "of step 6 has seen 48 samples, but by this run's batch sizes it would be 96" in capsys.readouterr().err
+
+
 def test_folder_that_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("")
     assert train.main([*ARGUMENTS, f"--folder={tmp_path}"]) == 2
