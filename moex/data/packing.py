@@ -35,9 +35,9 @@ def pack(starts: np.ndarray, seq_len: int) -> Packing:
     first_P, length_P = _pieces(starts, seq_len)
     row_P = best_fit(length_P, seq_len)
     # Within a row by place in the corpus: neighbours in a file often belong together, and reads go forwards.
-    order = np.lexsort((first_P, row_P))
+    order = np.argsort(row_P, kind="stable")
     num_rows = int(row_P.max(initial=-1)) + 1
-    row_R = np.searchsorted(row_P[order], np.arange(num_rows + 1))
+    row_R = np.concatenate([[0], np.cumsum(np.bincount(row_P, minlength=num_rows))])
     return Packing(first_P[order], length_P[order], row_R)
 
 
@@ -56,13 +56,16 @@ def best_fit(length_P: np.ndarray, capacity: int) -> np.ndarray:
     Lengths are 1 to `capacity`.
     """
     row_P = np.empty(len(length_P), np.int64)
-    order = np.argsort(-length_P, kind="stable")
-    lengths, begins = np.unique(-length_P[order], return_index=True)
+    room_P = (capacity - length_P).astype(np.min_scalar_type(capacity))  # NumPy sorts 16 bits in a fifth of the time
+    order = np.argsort(room_P, kind="stable")
+    rooms_left, begins = np.unique(room_P[order], return_index=True)
     ends = np.append(begins, len(order))[1:]
     room: dict[int, list[np.ndarray]] = {}  # rows that have this many tokens left
     rooms: list[int] = []  # its keys, sorted
     num_rows = 0
-    for length, begin, end in zip((-lengths).tolist(), begins.tolist(), ends.tolist(), strict=True):
+    for length, begin, end in zip(
+        (capacity - rooms_left.astype(np.int64)).tolist(), begins.tolist(), ends.tolist(), strict=True
+    ):
         pieces = order[begin:end]
         while len(pieces):
             at = bisect.bisect_left(rooms, length)
