@@ -101,8 +101,8 @@ def main() -> int:
             cost = f"{opened:.2f} s ({computed:.2f} of CPU) and {memory:.0f} MB"
             needed = f"the {need():,.0f} of {GPUS} H100s on Qwen3-30B-A3B at {MFU:.0%} MFU"
             print(
-                f"{packing:>9}: {NUM_TOKENS:,} tokens in {num_rows:,} rows open with the first batch in {cost}; step 1,000,000 in"
-                f" {1000 * far:.0f} ms; one thread reads {rate:,.0f} tokens/s, {ratio:.1f} x {needed}"
+                f"{packing:>9}: {NUM_TOKENS:,} tokens in {num_rows:,} rows open with the first batch in {cost}; "
+                f"step 1,000,000 in {1000 * far:.0f} ms; one thread reads {rate:,.0f} tokens/s, {ratio:.1f} x {needed}"
             )
     return int(check and bad)
 
