@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12   the interpreter (found by itself otherwise)
 #   ARGS="..."          passed on to train.py or pytest
-#   EXTRAS=cuda         what `make train` installs beside the core: cuda, data, hf, track
+#   EXTRAS=cuda         what `make train` installs beside the core: cuda, data, eval, hf, track
 #   WORKERS=2           test processes side by side (pytest-xdist)
 
 SHELL := /bin/sh
@@ -69,7 +69,7 @@ plans:
 
 constraints:
 	@sed '/^[^#]/,$$d' constraints.txt > constraints.new
-	@$(UV) pip compile pyproject.toml --universal --python-version 3.12 --extra data --extra hf --extra track --extra dev -q \
+	@$(UV) pip compile pyproject.toml --universal --python-version 3.12 --extra data --extra eval --extra hf --extra track --extra dev -q \
 		--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 		| grep -vE "== '(win32|emscripten|pypy)'$$" >> constraints.new
 	@mv constraints.new constraints.txt

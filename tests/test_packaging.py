@@ -33,7 +33,7 @@ def pins() -> dict[str, Version]:
 # --- versions
 
 
-PINNED = [*CORE, *(one for extra in ("data", "hf", "dev", "track") for one in EXTRAS[extra])]
+PINNED = [*CORE, *(one for extra in ("data", "eval", "hf", "dev", "track") for one in EXTRAS[extra])]
 
 
 @pytest.mark.parametrize("requirement", PINNED, ids=lambda requirement: requirement.name)
