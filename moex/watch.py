@@ -120,12 +120,18 @@ def _time(run: Run) -> tuple[str, RenderableType]:
 
 def _routing(run: Run) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("MoE layer", "busiest / mean", "idlest / mean", "entropy", "dead experts"):
+    for name in ("MoE layer", "busiest / mean", "idlest / mean", "entropy", "gate mass", "dead experts"):
         table.add_column(name, justify="right")
     found = sorted(layers(run), key=lambda one: -one.load)
     for one in found[:_MAX_LAYERS]:
         style = "red" if one.load > MAX_LOAD or one.dead else ""
-        numbers = f"{one.load:.2f}", f"{one.least:.2f}", f"{one.entropy:.3f}", str(len(one.dead) or "none")
+        numbers = (
+            f"{one.load:.2f}",
+            f"{one.least:.2f}",
+            f"{one.entropy:.3f}",
+            f"{one.gates:.2f}",
+            str(len(one.dead) or "none"),
+        )
         table.add_row(str(one.layer), *numbers, style=style)
     rest = len(found) - _MAX_LAYERS
     notes = [f"{number:,} pairs: {CAUSES[name]}" for name, number in lost_pairs(run).items()] or ["nothing dropped"]

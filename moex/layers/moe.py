@@ -46,7 +46,8 @@ class MoEStats(NamedTuple):
     """Of one layer and micro-batch, equal on all devices: losses without coefficient (float32), the rest int32 counts.
 
     sequence_loss, global_loss: 0 where their coefficient is.  counts_E: tokens that chose each expert, dropped or not.
-    plain_E: choices without bias and groups, as balance losses count them.  dropped: (token, choice) pairs beyond a
+    plain_E: choices without bias and groups, as balance losses count them.  gates_E: float32, sum of the weights with which
+    each expert's results count, after dropping.  dropped: (token, choice) pairs beyond a
     capacity.  not_finite: real tokens with a router logit that isn't finite.  offsets_E: thresholds of quantile balancing,
     float32; 0 without it.  clones: slots of all devices that hold one.  load: float32, rows of the busiest rank of an ep
     group over the mean, with clones; 0 without them.  need: float32 [4], the cell, spill and rows (`dispatch.Need`) and
@@ -60,6 +61,7 @@ class MoEStats(NamedTuple):
     z_loss: jax.Array
     counts_E: jax.Array
     plain_E: jax.Array
+    gates_E: jax.Array
     overflow: jax.Array
     dropped: jax.Array
     not_finite: jax.Array
@@ -138,6 +140,7 @@ class MoE(nnx.Module):
         lost = real_T[:, None] & (wanted_Tk == config.num_experts)
         stats = MoEStats(
             **statistics,
+            gates_E=collectives.psum(_gate_mass(wanted_Tk, weights_Tk, config.num_experts), axes),
             overflow=collectives.psum(account.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
             clones=collectives.psum(copies.clones, axes),
@@ -232,6 +235,13 @@ class MoE(nnx.Module):
             not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
             offsets_E=offsets_E,
         )
+
+
+def _gate_mass(experts_Tk, weights_Tk, num_experts: int):
+    """Sum of weights by expert, float32 [E]: a statistic, without gradient."""
+    chosen_TkE = experts_Tk[..., None] == jnp.arange(num_experts)[None, None]
+    weights_Tk = jax.lax.stop_gradient(weights_Tk).astype(jnp.float32)
+    return jnp.where(chosen_TkE, weights_Tk[..., None], 0).sum(axis=(0, 1))
 
 
 def _sequence_loss(logits_TE, segments_BS, config: RouterConfig, fold: Fold):

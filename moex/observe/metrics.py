@@ -47,6 +47,7 @@ OPTIONAL_FIELDS = {
     "clones": "clones of hot experts, summed over MoE layers and micro-batches; with parallel.echo=report, would-be ones",
     "echo_load": "rows of the busiest rank over the mean with clones, largest of all MoE layers and micro-batches",
     "rung": "which of the rising buffer sizes the step ran with, 0 the smallest",
+    "gate_load": "largest sum of an expert's weights over the layer's mean, [L]: load by what counts, not by tokens",
     "eval_loss": "cross entropy on the held-out text, nats a token",
     "eval_tokens": "held-out tokens behind eval_loss",
     "eval_loss_ema": "the same of the average of the parameters",

@@ -20,13 +20,15 @@ CAUSES = {
 
 class LayerRouting(NamedTuple):
     """Of one MoE layer at the end of a run.  load: busiest expert over the mean.  least: idlest over the mean.  entropy: of
-    the experts' shares, over the most it could be.  dead: experts without a token.
+    the experts' shares, over the most it could be.  gates: heaviest expert's weights over the mean, NaN where the log has
+    none; above `load`, the busiest expert's results also weigh more.  dead: experts without a token.
     """
 
     layer: int
     load: float
     least: float
     entropy: float
+    gates: float
     dead: tuple[int, ...]
 
 
@@ -40,7 +42,9 @@ def layers(run: Run) -> list[LayerRouting]:
         if np.isfinite(load):
             mine = tuple(expert for where, expert in dead if where == layer)
             least = float(_means(relative_LE[:, layer]).min())
-            found.append(LayerRouting(layer, load, least, float(_means(entropy_L[:, layer, None])[0]), mine))
+            entropy = float(_means(entropy_L[:, layer, None])[0])
+            gates = _means(run.gate_loads[-len(window) :, layer : layer + 1])
+            found.append(LayerRouting(layer, load, least, entropy, float(gates[0]) if len(gates) else np.nan, mine))
     return found
 
 

@@ -103,12 +103,12 @@ def routing_table(layers: list[LayerRouting], lost: Mapping[str, int], limit: fl
         return ""
     rows = [
         f'<tr class="{"over" if one.load > limit or one.dead else ""}"><td>{one.layer}</td><td>{one.load:.2f}</td>'
-        f"<td>{one.least:.2f}</td><td>{one.entropy:.3f}</td><td>{_named_experts(one.dead)}</td></tr>"
+        f"<td>{one.least:.2f}</td><td>{one.entropy:.3f}</td><td>{_or_dash(one.gates)}</td>"
+        f"<td>{_named_experts(one.dead)}</td></tr>"
         for one in layers
     ]
-    head = (
-        "<tr><th>MoE layer</th><th>busiest / mean</th><th>idlest / mean</th><th>entropy</th><th>dead experts</th></tr>"
-    )
+    names = "MoE layer", "busiest / mean", "idlest / mean", "entropy", "gate mass, heaviest / mean", "dead experts"
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     causes = [f"<li><b>{number:,}</b> pairs: {escape(CAUSES[name])}</li>" for name, number in lost.items()]
     note = f"<ul>{''.join(causes)}</ul>" if causes else '<p class="quiet">No pair of token and expert was dropped.</p>'
     caption = (
@@ -117,6 +117,10 @@ def routing_table(layers: list[LayerRouting], lost: Mapping[str, int], limit: fl
     )
     table = f"<table>{head}{''.join(rows)}</table>"
     return f'<section><h2>Routing by layer</h2><p class="quiet">{caption}</p>{table}{note}</section>'
+
+
+def _or_dash(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}"
 
 
 def _named_experts(experts: tuple[int, ...]) -> str:

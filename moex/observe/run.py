@@ -24,6 +24,9 @@ class Run:
     steps: np.ndarray  # int64 [N], increasing
     values: dict[str, np.ndarray]
     counts: np.ndarray  # tokens by expert, float32 [N, L, E], NaN where a step or layer has none
+    gate_loads: (
+        np.ndarray
+    )  # heaviest expert's weights over the mean, float32 [N, L], NaN where a step or layer has none
     non_finite_steps: np.ndarray  # bool [N]
     events: list[dict] = field(default_factory=list)  # without the superseded steps
     superseded: int = 0
@@ -89,6 +92,7 @@ def read_run(run_dir: str | Path) -> Run:
         steps=np.array([record["step"] for record in records], np.int64),
         values=_columns(records),
         counts=_stack_counts([record["expert_counts"] for record in records]),
+        gate_loads=_stack_rows([record.get("gate_load") or [] for record in records]),
         non_finite_steps=np.array([bool(record.get("non_finite")) for record in records]),
         events=kept,
         superseded=len(events) - len(kept),
@@ -140,6 +144,13 @@ def _columns(records: list[dict]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for record in records for name in record if name != "expert_counts")
     columns = {name: np.array([number(record.get(name)) for record in records]) for name in names}
     return {name: column for name, column in columns.items() if not np.isnan(column).all()}
+
+
+def _stack_rows(rows: list[list]) -> np.ndarray:
+    stacked = np.full((len(rows), max(map(len, rows))), np.nan, np.float32)
+    for index, row in enumerate(rows):
+        stacked[index, : len(row)] = np.asarray(row, np.float64)
+    return stacked
 
 
 def _stack_counts(rows: list[np.ndarray]) -> np.ndarray:

@@ -46,6 +46,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         loads_L, entropy_L = max_over_mean(counts_LE), load_entropy(counts_LE)
         out |= {f"load/layer_{layer:03}": float(x) for layer, x in enumerate(loads_L)}
         out |= {"router/worst_load": float(np.nanmax(loads_L)), "router/least_entropy": float(np.nanmin(entropy_L))}
+    out |= {f"gate/layer_{layer:03}": float(x) for layer, x in enumerate(record.get("gate_load", ())) if x is not None}
     return {name: value for name, value in out.items() if np.isfinite(value)}
 
 

@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
-    micro-batches, offsets_LE over micro-batches; counts are sums; load and need are the most of any.
+    micro-batches, offsets_LE over micro-batches; counts and gates are sums; load and need are the most of any.
     """
 
     lm_loss: Leaf
@@ -64,6 +64,7 @@ class Sums(NamedTuple):
     z: Leaf
     counts_LE: Leaf
     plain_LE: Leaf
+    gates_LE: Leaf
     overflow: Leaf
     dropped: Leaf
     not_finite: Leaf
@@ -188,6 +189,7 @@ def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering
         **{name: value / layers for name, (_, value) in shares.items()},
         counts_LE=stats.counts_E,
         plain_LE=stats.plain_E,
+        gates_LE=stats.gates_E,
         offsets_LE=stats.offsets_E * share,
         load=stats.load.max(),
         need=stats.need.max(axis=0),
@@ -199,7 +201,8 @@ def no_sums(shape_LE: tuple[int, int]) -> Sums:
     """`Sums` of nothing: zeros."""
     none, counts = jnp.float32(0), jnp.zeros(shape_LE, jnp.int32)
     zeros = dict.fromkeys(("overflow", "dropped", "not_finite", "clones"), jnp.int32(0))
-    floats = dict(offsets_LE=counts.astype(jnp.float32), load=none, need=jnp.zeros((len(NEEDS),), jnp.float32))
+    per_expert = dict.fromkeys(("gates_LE", "offsets_LE"), counts.astype(jnp.float32))
+    floats = per_expert | dict(load=none, need=jnp.zeros((len(NEEDS),), jnp.float32))
     return Sums(none, none, none, none, none, none, counts, counts, **zeros, **floats)
 
 
@@ -315,6 +318,8 @@ def make_train_step(
         metrics |= dict(clones=sums.clones, echo_load=sums.load) if config.parallel.echo_slots else {}
         if config.model.num_moe_layers:
             needs = dict(zip(NEEDS, sums.need, strict=True))
+            mass_LE = sums.gates_LE
+            metrics["gate_load"] = mass_LE.max(axis=-1) / jnp.maximum(mass_LE.mean(axis=-1), 1e-30)
             metrics |= needs if config.memory.stash else {n: x for n, x in needs.items() if n != "need_stash"}
         return _where(go, after, state), metrics
 

@@ -151,6 +151,9 @@ def test_counts_and_losses_are_of_real_tokens():
     logits = np.asarray(x, np.float64)[REAL] @ np.asarray(values["router"]["weight"], np.float64)
     picked = np.argsort(-logits, axis=-1)[:, :2]
     np.testing.assert_array_equal(stats.counts_E, np.bincount(picked.reshape(-1), minlength=E))
+    chosen = np.exp(np.take_along_axis(logits, picked, axis=-1))
+    weights = chosen / chosen.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(stats.gates_E, np.bincount(picked.reshape(-1), weights.reshape(-1), E), rtol=1e-5)
     p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     share = np.bincount(picked.reshape(-1), minlength=E) / picked.size
     np.testing.assert_allclose(stats.balance_loss, E * (share * p.mean(axis=0)).sum(), rtol=1e-6)
@@ -207,6 +210,7 @@ def test_every_split_of_tokens_and_experts_gives_the_same(split, devices):
     assert_close(y, want_y)
     jax.tree.map(assert_close, grads, want_grads)
     np.testing.assert_array_equal(stats.counts_E, want_stats.counts_E)
+    np.testing.assert_allclose(stats.gates_E, want_stats.gates_E, rtol=1e-5)
     np.testing.assert_array_equal(stats.overflow, 0)
     assert (stats.clones > 0) == split.startswith("clones")
     np.testing.assert_allclose(stats.balance_loss, want_stats.balance_loss, rtol=1e-6)

@@ -20,14 +20,19 @@ def test_layers_and_what_was_lost(write_run, tmp_path):
     def change(record):
         record["expert_counts"] = [[100, 100, 100, 100], [370, 20, 10, 0]]
         record["dropped"] = 3 if record["step"] < 2 else 0
+        record["gate_load"] = [1.25, 3.5]
 
     write_run(tmp_path, change=change)
     run = read_run(tmp_path)
     even, skewed = layers(run)
-    assert even == (0, 1.0, 1.0, pytest.approx(1.0), ())
+    assert even == (0, 1.0, 1.0, pytest.approx(1.0), 1.25, ())
     assert (skewed.layer, skewed.load, skewed.least, skewed.dead) == (1, pytest.approx(3.7), 0.0, (3,))
-    assert 0.1 < skewed.entropy < 0.4
+    assert 0.1 < skewed.entropy < 0.4 and skewed.gates == 3.5
     assert lost_pairs(run) == {"dropped": 6}
+
+
+def test_a_log_without_gate_mass_still_has_layers(write_run, tmp_path):
+    assert all(math.isnan(layer.gates) for layer in layers(read_run(write_run(tmp_path))))
 
 
 def test_a_dense_run_has_no_layers(write_run, tmp_path):
