@@ -24,10 +24,9 @@ class Run:
     steps: np.ndarray  # int64 [N], increasing
     values: dict[str, np.ndarray]
     counts: np.ndarray  # tokens by expert, float32 [N, L, E], NaN where a step or layer has none
-    gate_loads: (
-        np.ndarray
-    )  # heaviest expert's weights over the mean, float32 [N, L], NaN where a step or layer has none
     non_finite_steps: np.ndarray  # bool [N]
+    # Heaviest expert's weights over the mean, float32 [N, L], NaN where a step or layer has none.
+    gate_loads: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     events: list[dict] = field(default_factory=list)  # without the superseded steps
     superseded: int = 0
     superseded_s: float = 0.0  # seconds of steps that were done again
