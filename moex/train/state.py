@@ -55,7 +55,7 @@ def abstract_state(
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
-    absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # of a frozen parameter
+    absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # frozen, or updated by another rule
     moments = optax.tree.map_params(
         tx.init, lambda x, sharding: x if absent(x) else shaped(x, sharding), moments, shardings, is_leaf=absent,
         transform_non_params=lambda x: shaped(x, everywhere),
