@@ -18,7 +18,7 @@ from moex.layers.param import Declaration
 
 
 def matrix_dims(name: str, d: Declaration) -> MuonDimensionNumbers | None:
-    """Dims of a whole parameter that a matrix has as input and as output, the others counting matrices; None for no matrix."""
+    """Dims of a whole parameter that are a matrix's inputs and outputs, the others counting matrices; None for no matrix."""
     first = (1 if d.stacked else 0) + d.slices
     inputs = max(d.contracted, 1)
     dims = list(range(first, len(d.full_shape)))
@@ -49,7 +49,7 @@ class Momentum(NamedTuple):
 
 
 def _muon(config: OptimizerConfig, declarations: Mapping) -> optax.GradientTransformation:
-    def numbers(updates):
+    def numbers(updates) -> Any:
         return param.named_map(
             lambda name, d, x: x if isinstance(x, optax.MaskedNode) else matrix_dims(name, d), declarations, updates
         )
@@ -60,10 +60,10 @@ def _muon(config: OptimizerConfig, declarations: Mapping) -> optax.GradientTrans
         state: Any = inner.init(params)
         return Momentum(state.count, state.mu)
 
-    def update(updates, state: Momentum, params=None):
+    def update(updates, state: Any, params=None):
         fresh: Any = inner.init(updates)  # with the polynomial's constants, which are no state
-        after: Any
-        updates, after = inner.update(updates, fresh._replace(count=state.count, mu=state.mu), params)
+        found: Any = inner.update(updates, fresh._replace(count=state.count, mu=state.mu), params)
+        updates, after = found
         is_dims = lambda x: isinstance(x, MuonDimensionNumbers)
         updates = jax.tree.map(lambda dims, x: scaled(x, dims), numbers(updates), updates, is_leaf=is_dims)
         return updates, Momentum(after.count, after.mu)
