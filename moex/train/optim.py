@@ -80,7 +80,7 @@ def without_frozen(config: OptimizerConfig, declarations: Mapping, gradients: Ma
 
 
 def optimizer(config: OptimizerConfig, declarations: Mapping) -> optax.GradientTransformation:
-    """Gradients -> direction of the update, for a learning rate of 1: clipping, then SGD, or AdamW or Muon with decay of matrices.
+    """Gradients -> direction of an update, for a learning rate of 1: clipping, then SGD, or AdamW or Muon with decay.
 
     Frozen parameters have no moments, and a direction of 0. Raises ValueError for a pattern without effect.
     """
