@@ -50,7 +50,7 @@ def upcycle_run(source: Path, run: Path, flags: Sequence[str]) -> RunConfig:
         lambda params, routers: upcycled(dense.model, config.model, params, routers), out_shardings=shardings.params
     )
     zeros = jax.jit(lambda: jax.numpy.zeros(program.state.router_bias.shape), out_shardings=shardings.router_bias)
-    save_weights(run, make(nested(arrays), drawn), zeros())
+    save_weights(run, make(nested(arrays), drawn), zeros(), fold.describe())
     if jax.process_index() == 0:
         (run / "config.json").write_text(cli.dump(config))
         print(f"each MLP became {shares} experts, repeated {config.model.router.num_experts // shares} times: {run}")
