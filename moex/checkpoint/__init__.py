@@ -73,8 +73,11 @@ class Checkpoints:
         return TrainState(**values)
 
 
-def save_weights(run_folder: str | Path, params: Any, router_bias: Any) -> None:
+def save_weights(run_folder: str | Path, params: Any, router_bias: Any, mesh: str = "") -> None:
     """Saves a state of step 0 that has these alone, and waits; a run begins from it with a fresh optimizer.
+
+    mesh: what is said of the devices' layout to those who look at the checkpoint. No checksums are saved: computing them
+    takes about as much memory again as the arrays, and the files they came from are still there.
 
     Nothing changes the arrays meanwhile, so the host needs no copies of them, only the pieces that are being written.
     """
@@ -86,7 +89,10 @@ def save_weights(run_folder: str | Path, params: Any, router_bias: Any) -> None:
     context.array.saving.storage_options.chunk_byte_size = 2**26
     folder = Path(run_folder) / "checkpoints"
     with ocp.training.Checkpointer(str(folder.absolute()), context=context) as checkpointer:
-        checkpointer.save(0, weights)
+        device = jax.devices()[0].device_kind
+        facts = dict(processes=jax.process_count(), num_devices=jax.device_count(), device_kind=device, mesh=mesh)
+        metadata: Any = facts | dict(jax=jax.__version__)
+        checkpointer.save(0, weights, custom_metadata=metadata)
 
 
 @contextlib.contextmanager

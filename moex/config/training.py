@@ -32,7 +32,8 @@ class TrainConfig:
 class OptimizerConfig:
     """Optimizer, learning rate, clipping (optax)."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: matrices of layers get orthogonalised momentum, all else AdamW's update."""
     peak_lr: float = 2e-3
     """Learning rate after warm-up."""
     final_lr: float = 2e-4
@@ -51,7 +52,11 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     moments: Literal["float32", "bfloat16"] = "float32"
-    """AdamW's two moments as they are kept; they are computed in float32."""
+    """Averages of gradients as they are kept; they are computed in float32."""
+    muon_momentum: float = 0.95
+    """muon: share of the old momentum in the new one."""
+    muon_rms: float = 0.2
+    """muon: root mean square of an update's elements for a learning rate of 1, about AdamW's."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 doesn't clip."""
     lr_scales: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""`python -m moex.hf import DIR RUN [--section.field VALUE ...]` and `python -m moex.hf export RUN DIR [options]`.
+"""`python -m moex.hf import DIR RUN [flags]`, `export RUN DIR [options]` and `upcycle RUN NEW [flags]`.
 
 import: a public checkpoint becomes a run folder that `train.py --config RUN/config.json` continues from, on any mesh.
 export: a run's checkpoint becomes a folder that public libraries load.
+upcycle: the newest checkpoint of a dense run becomes a run of experts that computes the same.
 Exit codes: 0 done, 2 when folder, configuration or devices don't fit, with the reason.
 """
 
@@ -17,6 +18,7 @@ from moex import cli
 from moex.hf.save import SHARD_BYTES
 
 USAGE = """usage: python -m moex.hf import DIR RUN [--section.field VALUE ...]
+       python -m moex.hf upcycle RUN NEW --model.router.num_experts E --model.expert_width F [--section.field VALUE ...]
        python -m moex.hf export RUN DIR [--step N] [--family NAME] [--dtype bfloat16|float32|float16]"""
 
 
@@ -59,11 +61,17 @@ def peak_bytes() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0] if given else ""), given[1:]
+    two_folders = len(rest) >= 2 and not rest[0].startswith("-") and not rest[1].startswith("-")
     try:
-        if command == "import" and len(rest) >= 2 and not rest[0].startswith("-") and not rest[1].startswith("-"):
+        if command == "import" and two_folders:
             from moex.hf.run import import_run
 
             import_run(Path(rest[0]), Path(rest[1]), rest[2:], Report("read"))
+            return 0
+        if command == "upcycle" and two_folders:
+            from moex.hf.upcycle import upcycle_run
+
+            upcycle_run(Path(rest[0]), Path(rest[1]), rest[2:])
             return 0
         if command == "export":
             from moex.hf.run import export_run

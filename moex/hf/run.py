@@ -53,7 +53,7 @@ def import_run(source: Path, run: Path, flags: Sequence[str], progress: Progress
         run.mkdir(parents=True, exist_ok=True)
         _keep_origin(folder, run / ORIGIN)
     values = load(folder, wanted, targets(program.state), progress)
-    save_weights(run, nested(values), values[ROUTER_BIAS])
+    save_weights(run, nested(values), values[ROUTER_BIAS], fold.describe())
     if jax.process_index() == 0:
         (run / "config.json").write_text(cli.dump(config))  # last: a folder with it is complete
         print(f"imported to {run}: python train.py --config {run / 'config.json'}")

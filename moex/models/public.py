@@ -133,7 +133,9 @@ def flattened(model: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def unflattened(flat: Mapping[str, Any]) -> ModelConfig:
-    """The configuration with these values, defaults elsewhere."""
+    """The configuration with these values, defaults elsewhere; a whole number becomes a float where the field is one."""
+    usual = flattened(ModelConfig())
+    flat = {path: float(value) if isinstance(usual[path], float) else value for path, value in flat.items()}
     inside = lambda prefix: {
         path.removeprefix(prefix): value
         for path, value in flat.items()

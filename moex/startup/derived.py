@@ -26,7 +26,7 @@ def derive(program: Program, data: Data) -> dict[str, Any]:
 
     def sort(name: str, d: param.Declaration, rate: float) -> None:
         trained[name] = rate
-        if opt.name == "adamw" and d.decays and rate:
+        if opt.name != "sgd" and d.decays and rate:
             decays.append(name)
 
     param.named_map(sort, declarations, factors)
@@ -100,7 +100,7 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
 
 def _kept(config: RunConfig) -> str:
     opt = config.optimizer
-    moments = f", {opt.moments} moments" if opt.name == "adamw" else ""
+    moments = f", {opt.moments} moments" if opt.name != "sgd" else ""
     return f"float32 parameters{moments}" + (f", average of decay {opt.ema_decay:g}" if opt.ema_decay else "")
 
 

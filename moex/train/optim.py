@@ -9,6 +9,7 @@ import optax
 
 from moex.config import OptimizerConfig
 from moex.layers import param
+from moex.train.muon import with_muon
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -79,17 +80,19 @@ def without_frozen(config: OptimizerConfig, declarations: Mapping, gradients: Ma
 
 
 def optimizer(config: OptimizerConfig, declarations: Mapping) -> optax.GradientTransformation:
-    """Gradients -> direction of the update, for a learning rate of 1: clipping, then AdamW with decay of matrices, or SGD.
+    """Gradients -> direction of an update, for a learning rate of 1: clipping, then SGD, or AdamW or Muon with decay.
 
     Frozen parameters have no moments, and a direction of 0. Raises ValueError for a pattern without effect.
     """
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     factors = rates(config, declarations)
-    if config.name == "adamw":
-        adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32)
+    if config.name != "sgd":
+        rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32)
+        if config.name == "muon":
+            rule = with_muon(config, declarations, rule)
         decays = param.tree_map(lambda d, rate: d.decays and rate > 0, declarations, factors)
         decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
-        kept = adam if config.moments == "float32" else kept_in(jnp.dtype(config.moments), adam)
+        kept = rule if config.moments == "float32" else kept_in(jnp.dtype(config.moments), rule)
         parts.append(optax.masked(kept, jax.tree.map(bool, factors)) if config.freeze else kept)
         parts.append(decay)
     if any(rate != 1 for rate in jax.tree.leaves(factors)):

@@ -18,9 +18,9 @@ Leaf = Any
 
 
 class TrainState(NamedTuple):
-    """step int32: number of the next step.  router_bias float32 [L, E].  skips int32: steps in a row without an update
-    because of non-finite gradients.  samples, tokens: seen so far, uint32 [2] (low, high).  ema: average of `params` over
-    steps, in the same form; empty without one.
+    """step int32: number of the next step.  router_bias float32 [L, E]; a row of zeros without routers, since nothing that
+    is saved may be empty.  skips int32: steps in a row without an update because of non-finite gradients.  samples, tokens:
+    seen so far, uint32 [2] (low, high).  ema: average of `params` over steps, in the same form; empty without one.
     """
 
     step: Leaf
@@ -55,7 +55,7 @@ def abstract_state(
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
-    absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # of a frozen parameter
+    absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # frozen, or updated by another rule
     moments = optax.tree.map_params(
         tx.init, lambda x, sharding: x if absent(x) else shaped(x, sharding), moments, shardings, is_leaf=absent,
         transform_non_params=lambda x: shaped(x, everywhere),
@@ -66,7 +66,7 @@ def abstract_state(
         step=scalar((), jnp.int32),
         params=placed,
         optimizer=moments,
-        router_bias=scalar((config.model.num_routers, config.model.router.num_experts), jnp.float32),
+        router_bias=scalar((max(config.model.num_routers, 1), config.model.router.num_experts), jnp.float32),
         skips=scalar((), jnp.int32),
         samples=scalar((2,), jnp.uint32),
         tokens=scalar((2,), jnp.uint32),

@@ -291,7 +291,9 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
-        bias = _next_bias(config.model.router, state.router_bias, sums)
+        bias = state.router_bias
+        if config.model.num_routers:
+            bias = _next_bias(config.model.router, bias, sums)
         ema = optax.incremental_update(params, state.ema, 1 - config.optimizer.ema_decay) if state.ema else {}
         before = state.params, state.optimizer, state.router_bias, state.ema
         learned = _where(finite, (params, moments, bias, ema), before)

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from moex.config import RunConfig
+from moex.config import OptimizerConfig, RunConfig
 from moex.data import STDLIB, ramp_of
 from moex.models.decoder import Decoder
 from moex.observe.profile import parse_range
@@ -88,7 +88,13 @@ def optimizer_problems(config: RunConfig) -> list[str]:
     opt = config.optimizer
     problems = not_above_zero("optimizer", peak_lr=opt.peak_lr, eps=opt.eps)
     problems += negative("optimizer", final_lr=opt.final_lr, weight_decay=opt.weight_decay, clip_norm=opt.clip_norm)
-    for name in ("beta1", "beta2", "ema_decay"):
+    problems += not_above_zero("optimizer", muon_rms=opt.muon_rms)
+    if opt.name != "muon":
+        odd = [n for n in ("muon_momentum", "muon_rms") if getattr(opt, n) != getattr(OptimizerConfig, n)]
+        problems += [f"optimizer.{', '.join(odd)} has no effect with name={opt.name}"] if odd else []
+    elif opt.freeze:
+        problems.append("optimizer.freeze is not built for name=muon: use adamw")
+    for name in ("beta1", "beta2", "ema_decay", "muon_momentum"):
         if not 0 <= (beta := getattr(opt, name)) < 1:
             problems.append(f"optimizer.{name}={beta} must be at least 0 and below 1")
     if opt.name == "sgd" and opt.weight_decay:

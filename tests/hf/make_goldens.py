@@ -4,8 +4,8 @@
 them, and `expected.safetensors`: `input_ids`, `logits`, `loss` (mean over next tokens, without auxiliary losses),
 `router_logits.I` of the I-th MoE layer, `aux_loss` where the family has one, and `grad.NAME` of the loss by every tensor.
 `further FOLDER` makes one with a layer that predicts a further token; `loss` is that of the model and 0.1 of that layer's.
-`quantised FILE` writes codes and their numbers. All in float32 on a CPU; the files in tests/goldens were made with
-transformers 5.24.
+`quantised FILE` writes codes and their numbers, `positions FILE` cosines and sines. All in float32 on a CPU; the files in
+tests/goldens were made with transformers 5.24.
 """
 
 import copy
@@ -168,6 +168,18 @@ def public_layer(mtp, at: str, take) -> dict[str, torch.Tensor]:
     return found
 
 
+def positions(file: Path) -> None:
+    """cos and sin of the rotated pairs at positions 0 to 31, [32, pairs], with the scale of features, by family."""
+    found = {}
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"):
+        rotary = build(family).model.rotary_emb
+        out = rotary(torch.zeros(1, 32, 32), torch.arange(32)[None])
+        cos, sin = (out.real, out.imag) if torch.is_tensor(out) else out  # DeepSeek-V2 has complex numbers
+        pairs = rotary.inv_freq.shape[0]  # the others may have each pair's angle twice
+        found |= {f"{family}.cos": cos[0, :, :pairs].contiguous(), f"{family}.sin": sin[0, :, :pairs].contiguous()}
+    save_file(found, file)
+
+
 def quantised(file: Path) -> None:
     """Codes with scales and what the library makes of them: MXFP4 with every code and extreme exponents; FP8 blocks."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -189,5 +201,5 @@ def quantised(file: Path) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    special = dict(quantised=quantised, further=make_further)
+    special = dict(quantised=quantised, further=make_further, positions=positions)
     special[what](where) if what in special else make(what, where)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from moex import cli
 from moex.checkpoint import open_step
+from moex.checkpoint.look import listed, verify
 from moex.hf.__main__ import main
 from moex.hf.load import load
 from moex.hf.params import targets
@@ -33,6 +34,8 @@ def one_device(monkeypatch):
 @pytest.mark.usefixtures("one_device")
 def test_import_then_export_gives_every_tensor_back(name, public, capsys):
     run = public.imported(GOLDENS / name)
+    assert [one.step for one in listed(run)] == [0]
+    assert list(verify(run)) == ["no checksums were saved with it, so a changed value cannot be seen"]
     out = public.exported(run)
     assert public.bits(out) == public.bits(GOLDENS / name)
     assert json.loads((out / "config.json").read_text()) == json.loads((GOLDENS / name / "config.json").read_text())

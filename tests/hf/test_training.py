@@ -9,8 +9,9 @@ import train
 from benchmarks.import_memory import make
 from mesh import fold
 from moex import cli
-from moex.checkpoint import open_step
+from moex.checkpoint import open_step, save_weights
 from moex.config import RunConfig
+from moex.hf.__main__ import main
 from moex.hf.folder import Folder
 from moex.hf.load import check_tensors, load
 from moex.hf.params import targets
@@ -63,3 +64,25 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * largest, (peak, largest)
+
+
+def test_a_dense_run_becomes_one_of_experts(public, capsys):
+    """The command, from a checkpoint of weights to another; equal logits are tested in tests/models/test_upcycle.py."""
+    dense = ["--model.num-dense-layers=1", "--model.dense-width=48", *SMALL[1:]]
+    config = cli.parse(["tiny", *dense, "--train.steps=1"]).config
+    program = build(config, fold({}, {}), jax.devices()[:1])
+    state = program.initial_state()
+    source = public.tmp_path / "dense"
+    save_weights(source, state.params, state.router_bias)
+    (source / "config.json").write_text(cli.dump(config))
+    new = public.tmp_path / "sparse"
+    flags = ["--model.router.num-experts=8", "--model.router.top-k=4", "--model.expert-width=24", *FOLDED]
+    assert main(["upcycle", str(source), str(new), *flags]) == 0
+    assert "each MLP became 2 experts, repeated 4 times" in capsys.readouterr().out
+    params, before = open_step(new)["params"], jax.device_get(state.params)
+    experts = params["moe_layers"]["moe"]["experts"]
+    gate = before["dense_layers"]["mlp"]["gate_up"][0, :, 0]
+    np.testing.assert_array_equal(experts["gate_up"][0, 5, :, 0], gate[:, 24:])
+    np.testing.assert_array_equal(params["ends"]["head"], before["ends"]["head"])
+    assert main(["upcycle", str(new), str(public.tmp_path / "again"), *flags]) == 2
+    assert "it must be dense" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def attention(q, k, v, segments_q, index_q, segments_k, index_k, scale, window=0):
+def attention(q, k, v, segments_q, index_q, segments_k, index_k, scale, window=0, soft_cap=0.0, sinks=None):
     """Loop over rows, heads and queries. q [B,S,N,H], k and v [B,T,K,H]; float64 [B,S,N,Hv]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros((*q.shape[:3], v.shape[-1]))
@@ -21,8 +21,9 @@ def attention(q, k, v, segments_q, index_q, segments_k, index_k, scale, window=0
             and (not window or index_q[b, s] - index_k[b, t] < window)
         ]
         scores = np.array([scale * q[b, s, n] @ k[b, t, n // share] for t in seen])
+        scores = soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores
         weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
+        weights /= weights.sum() + (0 if sinks is None else np.exp(sinks[n] - scores.max()))
         out[b, s, n] = sum(w * v[b, t, n // share] for w, t in zip(weights, seen, strict=True))
     return out
 

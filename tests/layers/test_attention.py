@@ -52,6 +52,41 @@ def test_attend_equals_the_loop(segments, kv_heads, window):
     np.testing.assert_allclose(got, oracle.attention(q, k, v, *args, *args, 0.7, window), atol=2e-6)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+@pytest.mark.parametrize("sinks", [None, np.array([0.5, -30.0, 3.0, 0.0], np.float32)])
+def test_capped_logits_and_sinks_equal_the_loop(sinks, soft_cap):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(B, S, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    tokens = tokens_of(SEGMENTS["packed"])
+    got = attend(q, k, v, tokens, tokens, scale=0.7, window=4, soft_cap=soft_cap, sinks_N=sinks)
+    args = (tokens.segments, tokens.index)
+    want = oracle.attention(q, k, v, *args, *args, 0.7, 4, soft_cap, sinks)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_gradients_of_capped_logits_and_sinks_are_those_of_all_scores_at_once():
+    rng = np.random.default_rng(4)
+    q, k, v, g = (rng.normal(size=(B, S, n, 8)).astype(np.float32) for n in (4, 2, 2, 4))
+    sinks, tokens = rng.normal(size=4).astype(np.float32), tokens_of(SEGMENTS["packed"])
+    blocks = lambda q, k, v, sinks: attend(
+        q, k, v, tokens, tokens, scale=0.7, soft_cap=1.5, sinks_N=sinks, ordered=True
+    )
+
+    def whole(q, k, v, sinks):
+        seen = (tokens.index[:, :, None] >= tokens.index[:, None]) & (
+            tokens.segments[:, :, None] == tokens.segments[:, None]
+        )
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = 1.5 * jnp.tanh(jnp.einsum("bsnh,btnh->bnst", q, k) * 0.7 / 1.5)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        with_sink = jnp.concatenate([scores, jnp.broadcast_to(sinks[None, :, None, None], (B, 4, S, 1))], axis=-1)
+        return jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(with_sink, axis=-1)[..., :-1], v)
+
+    gradients = lambda f: quick_jit(lambda *a: jax.vjp(f, *a[:4])[1](a[4]))(q, k, v, sinks, g)
+    for got, want in zip(gradients(blocks), gradients(whole), strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-6 * np.abs(want).max())
+
+
 def naive(q, k, v, tokens, window):
     """All scores at once, padding's gradient and all: what blocks must add up to."""
     distance = tokens.index[:, :, None] - tokens.index[:, None, :]

@@ -222,6 +222,14 @@ def routers():
         module = MoE(config, ParallelConfig(transport=name.split(",")[0], **clones))
         yield f"moe by {name}", module_case(module, moe, dict(x=normal(0, B, S, D), real=SEGMENTS > 0), **over(view))
 
+    latent = ModelConfig(
+        d_model=D, expert_width=F, shared_width=F, shared_gate=True, latent_width=4, expert_bias=True, swiglu_limit=1.0,
+        router=dataclasses.replace(ROUTERS["softmax"], logit_bias=True),
+    )  # fmt: skip
+    module = MoE(latent, ParallelConfig(transport="alltoall"))
+    inputs = dict(x=normal(0, B, S, D), real=SEGMENTS > 0)
+    yield "moe, all options", module_case(module, moe, inputs, **over(MOE_VIEWS["alltoall"]))
+
     for name in ("local", "alltoall"):
         config = ModelConfig(d_model=D, expert_width=F, num_layers=2, router=ROUTERS["sigmoid"])
         module = MoE(config, ParallelConfig(transport=name), MemoryConfig(stash=("experts",)))

@@ -43,25 +43,24 @@ def test_tokens_further_on_are_those_of_the_document(depth):
         assert have == want
 
 
+CASE = Case((2, 2, 2), (1, 8, 1), "alltoall", "gqa", zero=3, accumulation=2, context="ring", recompute=("layer",))
+
+
 def test_step_equals_one_device():
-    case = Case((2, 2, 2), (1, 8, 1), "alltoall", "gqa", zero=3, accumulation=2, context="ring", recompute=("layer",))
-    assert not differences(case, dict(gqa=GQA)).problems()
+    assert not differences(CASE, dict(gqa=QUIET)).problems()
 
 
-def masks():
-    base = packed_rows(tiny_config(QUIET, parallel=ParallelConfig()))["mask"]
+def masks(base):
     none, first, late = np.zeros_like(base), base.copy(), base.copy()
     first[..., 8:], late[..., :8] = False, False
     return dict(packed=base, none=none, first=first, late=late, few=base & (np.arange(16) % 5 == 0))
 
 
 def test_gradients_are_those_of_an_unsplit_sequence_for_any_mask():
-    split = dataclasses.replace(
-        tiny_config(QUIET), parallel=ParallelConfig(dp=2, cp=4, edp=1, ep=8, transport="alltoall", context="ring")
-    )
+    split = CASE.config(dict(gqa=QUIET))
     programs = program_of(split, 8), program_of(Harness.on_one_device(split), 1)
     rows = packed_rows(split)
-    for name, mask in masks().items():
+    for name, mask in masks(rows["mask"]).items():
         found = []
         for program in programs:
             before = program.initial_state()
