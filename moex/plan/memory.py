@@ -134,7 +134,8 @@ def _kept(config: RunConfig, fold: Fold, n: Sizes, width: int) -> tuple[float, s
     if "layer" in modules:
         return model.num_layers * inputs, f"the input of each of {model.num_layers} layers"
     attention = inputs if "attention" in modules else inputs + _attention(config, fold, n, width)
-    experts = 0.0 if {"moe", "experts"} & set(modules) else _experts(config, fold, n, width)
+    rows = float(n.rows * model.d_model * width)
+    experts = 0.0 if "moe" in modules else rows if "experts" in modules else _experts(config, fold, n, width)
     dense = 0.0 if "mlp" in modules else n.tokens * 2.0 * model.dense_width / fold.size(fold.dense.tp) * width
     kept = model.num_layers * (attention + inputs) + model.num_moe_layers * experts + model.num_dense_layers * dense
     return kept, "inputs and what isn't computed again of every layer"
