@@ -127,7 +127,7 @@ def _forward_flops(config: RunConfig, fold: Fold) -> float:
         return math.inf
     width = model.expert_width // fold.size(fold.expert.etp)
     rows = sizes(config, fold).used_rows * model.num_moe_layers * config.train.accumulation
-    return 2.0 * rows * model.d_model * 3 * width
+    return 2.0 * rows * model.expert_in_width * 3 * width
 
 
 def crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:

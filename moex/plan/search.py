@@ -16,7 +16,7 @@ from moex.plan.memory import Part, by_formula, sizes
 from moex.plan.plan import Plan, make_plan
 from moex.plan.rates import DEFAULT, Shares
 from moex.plan.remedies import replaced
-from moex.plan.target import Target
+from moex.plan.target import KINDS, Target
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
 _MARGIN, _SELECTIVE_MARGIN = 1.15, 1.35
@@ -89,7 +89,7 @@ def candidates(config: RunConfig, target: Target, shares: Shares = DEFAULT) -> t
         try:
             check(one)
             fold = resolve_fold(one.parallel, target.num_gpus)
-            check_on(one, fold)
+            check_on(one, fold, device_kind=KINDS[target.name])
             _check_kernels(one)
         except ConfigError as error:
             reasons.setdefault(family, collections.Counter())[str(error).splitlines()[0][:160]] += 1
