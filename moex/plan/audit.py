@@ -115,7 +115,7 @@ def dense_experts(forward_flops: float, timeline: Timeline) -> Iterator[Finding]
         if ratio > _DENSE_RATIO:
             most = max(events, key=lambda e: e.times * e.cost.flops)
             text = (
-                f"{phase}, experts take {ratio:.1f} times the FLOPs of the rows that they get: dense over all of them?"
+                f"{phase}, experts take {ratio:.1f} times the FLOPs of their rows: dense over all, or over empty rows?"
             )
             yield Finding("fault", "dense over experts", text, f"{most.name} {most.scope} {most.source}")
 
