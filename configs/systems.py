@@ -7,6 +7,7 @@ performance pages, arXiv 2504.14960; layouts are moex's own, without pipeline st
 import dataclasses
 from typing import Literal
 
+from configs.gpt_oss import gpt_oss_20b
 from moex.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from moex.models.families import deepseek_v3, mixtral, qwen3_moe
 
@@ -65,6 +66,12 @@ def mixtral_8x22b_128xh100() -> RunConfig:
     return _system("mixtral_8x22b_128xh100", mixtral_8x22b_model(), parallel, batch_size=256, accumulation=2)
 
 
+def gpt_oss_120b_64xh100() -> RunConfig:
+    """GPT-OSS-120B on 64 H100s. Compiled, never run."""
+    parallel = _routed(ep=8, zero=3)
+    return _system("gpt_oss_120b_64xh100", _gpt_oss_120b_model(), parallel, batch_size=512, accumulation=8)
+
+
 SYSTEMS = {
     deepseek_v3_256xh100: "h100:256",
     deepseek_v3_1024xh100: "h100:1024",
@@ -75,6 +82,7 @@ SYSTEMS = {
     qwen3_235b_256xgb200: "gb200:256",
     qwen3_30b_16xh100: "h100:16",
     mixtral_8x22b_128xh100: "h100:128",
+    gpt_oss_120b_64xh100: "h100:64",
 }
 """Preset -> the GPUs it is laid out for, as `python -m moex.plan --gpus` takes them."""
 
@@ -132,6 +140,12 @@ def qwen3_30b_model() -> ModelConfig:
         vocab_size=151_936, d_model=2048, num_layers=48, expert_width=768, num_heads=32, num_kv_heads=4, head_dim=128,
         num_experts=128, top_k=8,
     )  # fmt: skip
+
+
+def _gpt_oss_120b_model() -> ModelConfig:
+    """The smaller GPT-OSS with more layers and experts, 117B (openai/gpt-oss-120b's config.json)."""
+    model = gpt_oss_20b().model
+    return dataclasses.replace(model, num_layers=36, router=dataclasses.replace(model.router, num_experts=128))
 
 
 def mixtral_8x22b_model() -> ModelConfig:

@@ -20,7 +20,7 @@ from moex.validate import check, check_on, resolve_fold
 SIZES = {
     "mixtral_8x7b": (46.7, 12.9), "mixtral_8x22b": (141, 39), "qwen3_30b": (30.5, 3.3), "qwen3_235b": (235, 22),
     "olmoe_1b_7b": (6.92, 1.28),
-    "gpt_oss_20b": (20.9, 3.61 + 0.58),  # its card leaves the embedding out of what a token meets
+    "gpt_oss_20b": (20.9, 3.61 + 0.58), "gpt_oss_120b": (116.8, 5.13 + 0.58),  # cards without the embedding
     "glm_4_5_air": (106.8, 12.8 + 0.62),  # 106 and 12 on its card, in whole billions
     "deepseek_v3": (671, 37), "kimi_k2": (1026, 32),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from moex.cli import GPUS, fail, parse
 from moex.launch.scripts import jobset, slurm
 from moex.plan.cache import cached
-from moex.plan.target import Target, parse_target
+from moex.plan.target import KINDS, Target, parse_target
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if target.num_gpus % target.gpus_per_host:
             raise ConfigError(f"--gpus {given}: hosts have {target.gpus_per_host} GPUs each; take a multiple")
         check(config)
-        check_on(config, resolve_fold(config.parallel, target.num_gpus))
+        check_on(config, resolve_fold(config.parallel, target.num_gpus), device_kind=KINDS[target.name])
     except ConfigError as error:
         return fail(error)
     verdict = _verdict(config, target)

@@ -115,7 +115,7 @@ def dense_experts(forward_flops: float, timeline: Timeline) -> Iterator[Finding]
         if ratio > _DENSE_RATIO:
             most = max(events, key=lambda e: e.times * e.cost.flops)
             text = (
-                f"{phase}, experts take {ratio:.1f} times the FLOPs of the rows that they get: dense over all of them?"
+                f"{phase}, experts take {ratio:.1f} times the FLOPs of their rows: dense over all, or over empty rows?"
             )
             yield Finding("fault", "dense over experts", text, f"{most.name} {most.scope} {most.source}")
 
@@ -127,7 +127,7 @@ def _forward_flops(config: RunConfig, fold: Fold) -> float:
         return math.inf
     width = model.expert_width // fold.size(fold.expert.etp)
     rows = sizes(config, fold).used_rows * model.num_moe_layers * config.train.accumulation
-    return 2.0 * rows * model.d_model * 3 * width
+    return 2.0 * rows * model.expert_in_width * 3 * width
 
 
 def crossing(target: Target, timeline: Timeline) -> Iterator[Finding]:

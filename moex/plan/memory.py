@@ -19,6 +19,7 @@ from moex.layers import param
 from moex.models.decoder import Decoder
 from moex.plan.collectives import scope_of
 from moex.plan.compiled import CompiledStep
+from moex.precision.recipes import resolve
 from moex.train.optim import optimizer
 from moex.train.state import abstract_state
 
@@ -47,7 +48,7 @@ def sizes(config: RunConfig, fold: Fold) -> Sizes:
     if not config.model.num_moe_layers:
         return Sizes(tokens, 0, 0, 0)
     etp = fold.size(fold.expert.etp)
-    align = 128 if config.precision.experts == "fp8_block" else 1
+    align = resolve(config.precision).align
     wave = tokens // (p.waves if not p.bounded else 1)
     budget = dispatch.sizes(
         wave, router.top_k, router.num_experts, fold, cell_factor=p.cell_factor, spill_factor=p.spill_factor,
@@ -99,7 +100,7 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     state = _state(model, parallel, config.optimizer, fold)
     once, n, every = parallel.zero == 1, sizes(config, fold), sum(state.whole.values())
     layers = {"moe_layers": model.num_moe_layers, "dense_layers": model.num_dense_layers}
-    one_layer = max((state.whole[name] / number for name, number in layers.items() if number), default=0.0)
+    one_layer = max((state.whole.get(name, 0.0) / number for name, number in layers.items() if number), default=0.0)
     gathered = every if once else one_layer + state.whole.get("ends", 0.0)
     gradients = 4.0 * every if once else state.weights
     micro = (width * every if once else gradients) if train.accumulation > 1 else 0.0
@@ -116,7 +117,7 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
         Part("kept for the backward pass", kept, kept_about),
         Part("one layer at work: attention", _attention(config, fold, n, width), "norm, queries, keys, values, result"),
         Part("one layer at work: experts", _experts(config, fold, n, width), "rows, gate and up, hidden rows, results"),
-        Part("dispatch buffers", 2.0 * n.slots * model.d_model * width, f"{n.slots:,} rows out and as many in"),
+        Part("dispatch buffers", 2.0 * n.slots * model.expert_in_width * width, f"{n.slots:,} rows out and as many in"),
         Part("loss", 4.0 * vocab * (3 * chunk + model.d_model), f"logits of {chunk:,} tokens thrice, gradient of the head"),
         Part("batch", batch, "token ids, labels, masks, positions"),
     ]  # fmt: skip
@@ -134,7 +135,8 @@ def _kept(config: RunConfig, fold: Fold, n: Sizes, width: int) -> tuple[float, s
     if "layer" in modules:
         return model.num_layers * inputs, f"the input of each of {model.num_layers} layers"
     attention = inputs if "attention" in modules else inputs + _attention(config, fold, n, width)
-    experts = 0.0 if {"moe", "experts"} & set(modules) else _experts(config, fold, n, width)
+    rows = float(n.rows * model.expert_in_width * width)
+    experts = 0.0 if "moe" in modules else rows if "experts" in modules else _experts(config, fold, n, width)
     dense = 0.0 if "mlp" in modules else n.tokens * 2.0 * model.dense_width / fold.size(fold.dense.tp) * width
     kept = model.num_layers * (attention + inputs) + model.num_moe_layers * experts + model.num_dense_layers * dense
     return kept, "inputs and what isn't computed again of every layer"
@@ -154,7 +156,7 @@ def _attention(config: RunConfig, fold: Fold, n: Sizes, width: int) -> float:
 def _experts(config: RunConfig, fold: Fold, n: Sizes, width: int) -> float:
     """Rows in, gate and up, hidden rows, rows out of one layer."""
     inner = config.model.expert_width / fold.size(fold.expert.etp)
-    return n.rows * (2 * config.model.d_model + 3 * inner) * width
+    return n.rows * (2 * config.model.expert_in_width + 3 * inner) * width
 
 
 def at_peak(step: CompiledStep) -> list[Part]:

@@ -14,7 +14,7 @@ from moex.plan.compiled import CompiledStep
 from moex.plan.hlo import Module, parse
 from moex.plan.memory import Part, at_peak, by_formula, sizes
 from moex.plan.rates import DEFAULT, Shares
-from moex.plan.target import Target
+from moex.plan.target import KINDS, Target
 from moex.plan.timeline import Timeline, replay
 from moex.validate import check, check_on, resolve_fold
 
@@ -78,7 +78,7 @@ def make_plan(
     """
     check(config)
     fold = resolve_fold(config.parallel, target.num_gpus)
-    check_on(config, fold)
+    check_on(config, fold, device_kind=KINDS[target.name])
     return read_plan(config, target, compiled_for(config, target, tell=tell), shares=shares)
 
 

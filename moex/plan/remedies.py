@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from moex.config import RunConfig
 from moex.plan.cache import compiled_for
 from moex.plan.compiled import CompileError
-from moex.plan.target import Target
+from moex.plan.target import KINDS, Target
+from moex.precision.recipes import resolve
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
 
@@ -44,7 +45,7 @@ def measured(
 def _allowed(config: RunConfig, target: Target) -> bool:
     try:
         check(config)
-        check_on(config, resolve_fold(config.parallel, target.num_gpus))
+        check_on(config, resolve_fold(config.parallel, target.num_gpus), device_kind=KINDS[target.name])
     except ConfigError:
         return False
     return True
@@ -70,7 +71,7 @@ def _candidates(config: RunConfig) -> Iterator[Remedy]:
     yield _one(config, "parallel", "tp", 2 * parallel.tp, "tokens and heads over twice as many GPUs")
     if parallel.ep > 1:
         yield _one(config, "parallel", "ep", 2 * parallel.ep, "half the experts a GPU")
-    if config.precision.experts == "compute":
+    if resolve(config.precision).experts is None:
         yield _one(config, "precision", "experts", "fp8_block", "experts' rows kept in one byte a number")
 
 

@@ -11,6 +11,7 @@ from moex.plan.plan import Plan, by_scope, by_view
 from moex.plan.remedies import Remedy
 from moex.plan.schedule import layer_schedule
 from moex.plan.search import Found
+from moex.precision.recipes import resolve
 
 GIB = 2**30
 ASSUMED = (
@@ -34,12 +35,16 @@ def text(plan: Plan, *, remedies: Sequence[Remedy] = (), width: int = 120, colou
 
 def _head(plan: Plan) -> Iterable:
     config, train = plan.config, plan.config.train
-    rows = train.batch_size // train.accumulation
+    rows, recipe = train.batch_size // train.accumulation, resolve(config.precision).experts
     yield f"[bold]{config.name}[/] on {plan.target}"
     yield f"mesh  {plan.fold.describe()}; ZeRO-{config.parallel.zero}".replace("[", r"\[")
+    again, format = (
+        ", ".join(config.memory.recompute) or "nothing",
+        recipe.name if recipe else config.precision.compute_dtype,
+    )
     yield (
         f"step  {train.batch_size:,} rows of {train.seq_len:,} tokens in {train.accumulation} micro-batches of {rows:,}; "
-        f"recompute {', '.join(config.memory.recompute) or 'nothing'}; experts in {config.precision.experts}"
+        f"recompute {again}; experts in {format}"
     )
     colour = "green" if plan.fits else "red"
     yield f"[bold {colour}]{plan.verdict()}[/]  (compiled in {plan.step.compile_s:.0f} s)"

@@ -16,11 +16,11 @@ from moex.plan.memory import Part, by_formula, sizes
 from moex.plan.plan import Plan, make_plan
 from moex.plan.rates import DEFAULT, Shares
 from moex.plan.remedies import replaced
-from moex.plan.target import Target
+from moex.plan.target import KINDS, Target
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
-_MARGIN = 1.15
-"""The compiler needs up to so many times the formula's memory."""
+_MARGIN, _SELECTIVE_MARGIN = 1.15, 1.35
+"""The compiler needs up to so many times the formula's memory; the second where only some modules are computed again."""
 _RECOMPUTES = ((), ("experts",), ("attention", "moe"), ("layer",))
 
 
@@ -89,12 +89,14 @@ def candidates(config: RunConfig, target: Target, shares: Shares = DEFAULT) -> t
         try:
             check(one)
             fold = resolve_fold(one.parallel, target.num_gpus)
-            check_on(one, fold)
+            check_on(one, fold, device_kind=KINDS[target.name])
+            _check_kernels(one)
         except ConfigError as error:
             reasons.setdefault(family, collections.Counter())[str(error).splitlines()[0][:160]] += 1
             continue
         parts = by_formula(one, fold)
-        needed = _MARGIN * sum(p.num_bytes for p in parts)
+        whole = set(one.memory.recompute) in (set(), {"layer"})
+        needed = (_MARGIN if whole else _SELECTIVE_MARGIN) * sum(p.num_bytes for p in parts)
         if needed > target.usable_bytes:
             text = f"needs {needed / 1e9:.0f} GB by formula, {target.usable_bytes / 1e9:.0f} are usable"
             reasons.setdefault(family, collections.Counter())[text] += 1
@@ -102,6 +104,13 @@ def candidates(config: RunConfig, target: Target, shares: Shares = DEFAULT) -> t
         known.append(Candidate(one, seconds_by_formula(one, target, parts, shares), needed))
     having = {c.family for c in known}
     return known, {family: why.most_common(1)[0][0] for family, why in reasons.items() if family not in having}
+
+
+def _check_kernels(config: RunConfig) -> None:
+    """Raises ConfigError where cutting experts loses the grouped kernels, which take multiples of 128."""
+    width, part = config.model.expert_width, config.model.expert_width // config.parallel.etp
+    if width % 128 == 0 and part % 128:
+        raise ConfigError(f"experts of width {part} have no grouped kernel, which takes multiples of 128")
 
 
 def _layouts(config: RunConfig, target: Target) -> Iterator[RunConfig]:

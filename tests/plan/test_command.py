@@ -158,6 +158,10 @@ def test_search_prunes_and_orders(planned):
     assert all(c.num_bytes <= TARGET.usable_bytes and c.seconds > 0 for c in known)
     assert all(c.config.train.batch_size == 64 for c in known)
     assert all(reason for reason in rejected.values())
+    cut = replaced(config(), model=dict(expert_width=256))
+    known, rejected = search.candidates(cut, TARGET)
+    assert {c.config.parallel.etp for c in known} == {1, 2}, "a quarter of 256 has no grouped kernel"
+    assert any("experts of width 64 have no grouped kernel" in reason for reason in rejected.values())
     small = dataclasses.replace(TARGET, name="a100")
     huge = replaced(config(), model=dict(d_model=65536, expert_width=65536, num_layers=200))
     known, rejected = search.candidates(huge, small)
