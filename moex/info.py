@@ -24,6 +24,8 @@ from moex.dispatch import TRANSPORTS, unavailable
 from moex.memory.recompute import MODULES
 from moex.models.decoder import Decoder
 from moex.models.flops import num_parameters
+from moex.precision.products import missing_hardware
+from moex.precision.recipes import RECIPES
 
 FOLDING_RULE = (
     "dp x cp x tp = edp x ep x etp = devices; "
@@ -64,7 +66,7 @@ def collect() -> dict[str, Any]:
         transports={name: unavailable(name, backend) for name in TRANSPORTS},
         kernels=kernels(),
         compute_dtypes=_choices(PrecisionConfig, "compute_dtype"),
-        expert_precisions=_choices(PrecisionConfig, "experts"),
+        recipes=_recipes(jax.devices()[0].device_kind),
         recompute=list(MODULES),
         stash=["experts"],
         optimizers=_choices(OptimizerConfig, "name"),
@@ -102,6 +104,14 @@ def _choices(section: type, field: str) -> list:
     return list(typing.get_args(typing.get_type_hints(section)[field]))
 
 
+def _recipes(kind: str) -> dict[str, str]:
+    """Recipes of precision, for dense products and for experts', with the reason where this device lacks the hardware."""
+    ways = ((name, recipe, grouped) for name, recipe in RECIPES.items() for grouped in (False, True))
+    return {
+        name + ", experts" * grouped: missing_hardware(recipe, kind, grouped=grouped) for name, recipe, grouped in ways
+    }
+
+
 def _preset(name: str) -> dict[str, Any]:
     make = cli.PRESETS[name]
     model = make().model
@@ -131,7 +141,8 @@ def text(facts: Mapping[str, Any]) -> str:
     for op, implementations in f["kernels"].items():
         lines += _with_reasons(op, implementations)
     lines += [
-        ("compute", f"{', '.join(f['compute_dtypes'])}; experts {', '.join(f['expert_precisions'])}"),
+        ("compute", ", ".join(f["compute_dtypes"])),
+        *_with_reasons("recipes", f["recipes"]),
         ("recompute", ", ".join(f["recompute"])),
         ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),
@@ -143,7 +154,8 @@ def text(facts: Mapping[str, Any]) -> str:
 
 
 def _with_reasons(title: str, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    line = lambda name, reason: f"{name:<16}" + (f"not here: {reason}" if reason else "runs here")
+    width = max(16, *(len(name) + 2 for name in reasons))
+    line = lambda name, reason: f"{name:<{width}}" + (f"not here: {reason}" if reason else "runs here")
     return [("" if i else title, line(*item)) for i, item in enumerate(reasons.items())]
 
 
