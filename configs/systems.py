@@ -7,33 +7,34 @@ performance pages, arXiv 2504.14960; layouts are moex's own, without pipeline st
 import dataclasses
 from typing import Literal
 
+from configs import deepseek, qwen3
 from configs.gpt_oss import gpt_oss_20b
 from moex.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from moex.models.families import deepseek_v3, mixtral, qwen3_moe
+from moex.models.families import deepseek_v3, mixtral
 
 
 def deepseek_v3_256xh100() -> RunConfig:
     """DeepSeek-V3 without multi-token prediction, 671B, on 256 H100s. Compiled, never run."""
     parallel = _routed(tp=2, ep=64, zero=3)
-    return _system("deepseek_v3_256xh100", deepseek_v3_model(), parallel, batch_size=8192, accumulation=64)
+    return _system("deepseek_v3_256xh100", deepseek.deepseek_v3().model, parallel, batch_size=8192, accumulation=64)
 
 
 def deepseek_v3_1024xh100() -> RunConfig:
     """DeepSeek-V3 without multi-token prediction, 671B, on 1024 H100s. Compiled, never run."""
     parallel = _routed(ep=64, zero=3)
-    return _system("deepseek_v3_1024xh100", deepseek_v3_model(), parallel, batch_size=8192, accumulation=8)
+    return _system("deepseek_v3_1024xh100", deepseek.deepseek_v3().model, parallel, batch_size=8192, accumulation=8)
 
 
 def deepseek_v3_256xgb200() -> RunConfig:
     """DeepSeek-V3 without multi-token prediction, 671B, on 256 GB200s, in BF16. Compiled, never run."""
     parallel = _routed(ep=64, zero=3)
-    return _system("deepseek_v3_256xgb200", deepseek_v3_model(), parallel, batch_size=4096, accumulation=16)
+    return _system("deepseek_v3_256xgb200", deepseek.deepseek_v3().model, parallel, batch_size=4096, accumulation=16)
 
 
 def deepseek_v3_256xgb300() -> RunConfig:
     """DeepSeek-V3 without multi-token prediction, 671B, on 256 GB300s, in BF16. Compiled, never run."""
     parallel = _routed(ep=64, zero=3)
-    return _system("deepseek_v3_256xgb300", deepseek_v3_model(), parallel, batch_size=8192, accumulation=16)
+    return _system("deepseek_v3_256xgb300", deepseek.deepseek_v3().model, parallel, batch_size=8192, accumulation=16)
 
 
 def kimi_k2_256xgb300() -> RunConfig:
@@ -45,19 +46,19 @@ def kimi_k2_256xgb300() -> RunConfig:
 def qwen3_235b_256xh100() -> RunConfig:
     """Qwen3-235B-A22B on 256 H100s. Compiled, never run."""
     parallel = _routed(ep=32, zero=3)
-    return _system("qwen3_235b_256xh100", qwen3_235b_model(), parallel, batch_size=2048, accumulation=8)
+    return _system("qwen3_235b_256xh100", qwen3.qwen3_235b_a22b().model, parallel, batch_size=2048, accumulation=8)
 
 
 def qwen3_235b_256xgb200() -> RunConfig:
     """Qwen3-235B-A22B on 256 GB200s, in BF16. Compiled, never run."""
     parallel = _routed(ep=64, zero=1)
-    return _system("qwen3_235b_256xgb200", qwen3_235b_model(), parallel, batch_size=3072, accumulation=12)
+    return _system("qwen3_235b_256xgb200", qwen3.qwen3_235b_a22b().model, parallel, batch_size=3072, accumulation=12)
 
 
 def qwen3_30b_16xh100() -> RunConfig:
     """Qwen3-30B-A3B on 16 H100s. Compiled, never run."""
     parallel = _routed(ep=16, zero=1)
-    return _system("qwen3_30b_16xh100", qwen3_30b_model(), parallel, batch_size=1024, accumulation=64)
+    return _system("qwen3_30b_16xh100", qwen3.qwen3_30b_a3b().model, parallel, batch_size=1024, accumulation=64)
 
 
 def mixtral_8x22b_128xh100() -> RunConfig:
@@ -107,15 +108,6 @@ def _system(
     )
 
 
-def deepseek_v3_model() -> ModelConfig:
-    """The published shape, 671B (arXiv 2412.19437)."""
-    return deepseek_v3(
-        vocab_size=129_280, d_model=7168, num_layers=61, num_dense_layers=3, dense_width=18_432, expert_width=2048,
-        shared_width=2048, num_heads=128, nope_dim=128, rope_dim=64, value_dim=128, q_latent_dim=1536, kv_latent_dim=512,
-        num_experts=256, top_k=8, num_groups=8, top_groups=4, aux_coefficient=1e-4,
-    )  # fmt: skip
-
-
 def _kimi_k2_model() -> ModelConfig:
     """DeepSeek-V3's architecture with more and sparser experts, half the heads, no groups (arXiv 2507.20534)."""
     model = deepseek_v3(
@@ -124,22 +116,6 @@ def _kimi_k2_model() -> ModelConfig:
         num_experts=384, top_k=8, num_groups=1, top_groups=1, aux_coefficient=1e-4,
     )  # fmt: skip
     return dataclasses.replace(model, router=dataclasses.replace(model.router, scaling_factor=2.827))
-
-
-def qwen3_235b_model() -> ModelConfig:
-    """The published shape, 235B (arXiv 2505.09388)."""
-    return qwen3_moe(
-        vocab_size=151_936, d_model=4096, num_layers=94, expert_width=1536, num_heads=64, num_kv_heads=4, head_dim=128,
-        num_experts=128, top_k=8,
-    )  # fmt: skip
-
-
-def qwen3_30b_model() -> ModelConfig:
-    """The published shape, 30.5B (arXiv 2505.09388)."""
-    return qwen3_moe(
-        vocab_size=151_936, d_model=2048, num_layers=48, expert_width=768, num_heads=32, num_kv_heads=4, head_dim=128,
-        num_experts=128, top_k=8,
-    )  # fmt: skip
 
 
 def _gpt_oss_120b_model() -> ModelConfig:
