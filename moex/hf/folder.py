@@ -53,7 +53,13 @@ class Folder:
             raise ValueError(f"{path} is no folder")
         self.config = _json(path / "config.json")
         quantised = self.config.get("quantization_config") or {}
-        self.block = tuple(quantised.get("weight_block_size") or (128, 128))
+        block = quantised.get("weight_block_size") or (128, 128)
+        whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0
+        if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(whole, block)):
+            raise ValueError(
+                f"{path / 'config.json'}: quantization_config.weight_block_size={block!r} must be two numbers above 0"
+            )
+        self.block = tuple(block)
         if (method := quantised.get("quant_method", "fp8")) not in ("fp8", "mxfp4"):
             raise ValueError(
                 f"{path / 'config.json'}: quantization_config.quant_method={method!r} must be fp8 or mxfp4"

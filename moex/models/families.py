@@ -212,6 +212,8 @@ def from_public(values: Mapping[str, Any]) -> ModelConfig:
         return public.read(FAMILIES[name], values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    except (TypeError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"{name}: config.json has a number of the wrong type or size: {error}") from error
 
 
 def family_name(values: Mapping[str, Any]) -> str:

@@ -33,7 +33,8 @@ def newest(run_folder: Path) -> tuple[int, list[tuple[str, str, Summary]]]:
     path = run_folder / FILE
     lines: list[dict[str, Any]] = list(read_jsonl(path)) if path.is_file() else []
     if not lines:
-        raise ValueError(f"{run_folder} has no {FILE}: train with --observe.measure_precision_every")
+        there = "has" if run_folder.is_dir() else "does not exist, so it has"
+        raise ValueError(f"{run_folder} {there} no {FILE}: train with --observe.measure_precision_every")
     return lines[-1]["step"], list(_worst(lines[-1]["products"]))
 
 

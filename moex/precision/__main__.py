@@ -97,6 +97,13 @@ def _operands(run: Path) -> int:
 def _compare(a: argparse.Namespace) -> int:
     if a.steps < 1:
         raise ConfigError(f"--steps {a.steps} must be at least 1")
+    if a.lr is not None and not a.lr > 0:
+        raise ConfigError(f"--lr {a.lr} must be above 0")
+    for path in filter(None, (a.figure, a.json)):  # known before hours of work, not after
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}")
+    if not (a.run / "config.json").is_file():
+        raise ConfigError(f"{a.run} is no run folder: it has no config.json")
     try:
         distributed.initialise()
         start = comparing.open_run(a.run, a.lr, a.steps)

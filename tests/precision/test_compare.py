@@ -81,7 +81,9 @@ def test_recipes_are_compared_from_the_same_checkpoint(run, capsys, tmp_path, mo
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compare", "no/such/run"], "no/such/run/config.json"),
+        (["compare", "no/such/run"], "no/such/run is no run folder"),
+        (["compare", "no/such/run", "--lr", "-1"], "--lr -1.0 must be above 0"),
+        (["compare", "no/such/run", "--figure", "no/such/folder/x.svg"], "there is no folder no/such/folder"),
         (["compare", "no/such/run", "--steps", "0"], "--steps 0 must be at least 1"),
         (["operands", "no/such/run"], "train with --observe.measure_precision_every"),
         (["show", "tiny", "--precision.mlp", "mxfp8"], "precision.mlp=mxfp8 has no effect"),
