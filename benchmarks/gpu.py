@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import typing
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -141,14 +140,15 @@ def line(row: dict) -> str:
 
 
 def float8_recipes() -> list[str]:
-    """Flags of the precisions that train in FP8, as many as moex has."""
-    from moex.config import PrecisionConfig
+    """Flags of the FP8 recipes that this device computes all products in."""
+    import jax
 
-    hints = typing.get_type_hints(PrecisionConfig)
-    choices = [(field, choice) for field, kind in hints.items() for choice in typing.get_args(kind)]
-    return [
-        f"--precision.{field} {choice}" for field, choice in choices if "fp8" in str(choice) or "float8" in str(choice)
-    ]
+    from moex.precision.products import missing_hardware
+    from moex.precision.recipes import RECIPES
+
+    kind = jax.devices()[0].device_kind
+    lacks = lambda recipe: any(missing_hardware(recipe, kind, grouped=grouped) for grouped in (False, True))
+    return [f"--precision {name}" for name, recipe in RECIPES.items() if "fp8" in name and not lacks(recipe)]
 
 
 def train(flags: str, *, tiny: bool) -> dict:

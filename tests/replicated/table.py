@@ -25,6 +25,7 @@ from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
 from moex.layers.moe import MoE, Steering
+from moex.layers.mtp import Ahead, further
 from moex.layers.norm import RMSNorm
 from moex.layers.rope import rotate
 from moex.layers.router import Router, balance_loss, route, z_loss
@@ -105,6 +106,15 @@ def dense_layers():
     mlp = lambda module, inputs, fold: module(inputs["x"], fold)
     yield "mlp on dp", module_case(MLP(D, F), mlp, dict(x=normal(0, B, S, D)))
     yield "mlp on tp", module_case(MLP(D, F), mlp, dict(x=normal(0, B, S, D)), axis="tp", communicates=True)
+
+    def ahead(module, inputs, fold):
+        """Where a token has one further on in its document."""
+        ids, real = inputs["segments"], inputs["segments"] > 0
+        one = further(ids, ids, real, tokens_of(inputs), 1, fold)
+        return module.norm(module(inputs["x"], inputs["y"])) * one.mask[..., None]
+
+    inputs = dict(x=normal(0, B, S, D), y=normal(1, B, S, D)) | PLACES
+    yield "ahead", module_case(Ahead(D, 1e-6), ahead, inputs)
 
 
 def ends():

@@ -20,7 +20,7 @@ import pallas_kernels
 from mesh import collectives
 from moex.models import decoder
 from moex.train import loss
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, tuned
 from tests.dispatch import stand_in
 from tests.replicated.check import cotangents_of, gradient_function
 from tests.replicated.table import CASES
@@ -89,6 +89,7 @@ WANTED = wanted()
 def has_run() -> set[object]:
     """The code of all functions that ran while every case was traced on two devices."""
     seen, monitoring, tool = set(), sys.monitoring, 4
+    tuned._all_of.cache_clear()  # read from files by an earlier test of this process, it would not run again
 
     def started(code, _):
         seen.add(code)
