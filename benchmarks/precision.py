@@ -3,8 +3,8 @@
     python benchmarks/precision.py [--run FOLDER] [--steps 50] [--lr 6e-4] [--figure docs/precision.svg]
 
 Trains the preset tiny for 300 steps, unless a folder with a checkpoint is given; then paired warm starts of every recipe by
-`moex.compare`, and of FP8 blocks whose stored scale is rounded up to a power of two while their codes were made by the exact
-one. About fifteen minutes on two cores.
+`moex.compare_recipes`, and of FP8 blocks whose stored scale is rounded up to a power of two while their codes were made by
+the exact one. About fifteen minutes on two cores.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from jax import lax
 
 import train
 from mesh import distributed
-from moex import compare
+from moex import compare_recipes as compare
 from moex.observe import gaps
 from moex.precision.recipes import RECIPES
 from pallas_kernels.quantize import scales

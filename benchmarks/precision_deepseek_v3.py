@@ -13,12 +13,8 @@ import sys
 
 from moex.cli import parse
 from moex.config import PrecisionConfig
-from moex.plan.cache import compiled_for
-from moex.plan.collectives import collectives
-from moex.plan.hlo import parse as parse_module
 from moex.plan.plan import make_plan
 from moex.plan.target import parse_target
-from moex.validate import resolve_fold
 
 WAYS = {
     "bf16": PrecisionConfig(),
@@ -34,12 +30,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
     a = parser.parse_args()
     config, target = parse([a.preset]).config, parse_target(a.gpus)
-    fold = resolve_fold(config.parallel, target.num_gpus)
     for name in a.only:
         plan = make_plan(dataclasses.replace(config, precision=WAYS[name]), target)
-        step = compiled_for(plan.config, target)
+        step = plan.step
         sent: collections.Counter = collections.Counter()
-        for one in collectives(parse_module(step.text), target.domain, target.num_gpus, fold):
+        for _, one in plan.timeline.sent():
             moved = (one.nvlink_bytes + one.network_bytes) * one.times / 1e9
             sent[one.kind, "+".join(one.dtypes)] += moved
         gib = lambda x: x / 2**30

@@ -4,7 +4,6 @@ R rows, e experts of this device, D model width, F expert width of this device (
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +13,14 @@ from moex.config import ModelConfig
 from moex.layers.param import declare
 from moex.precision.experts import QuantisedRows, block_expert_mlp, grouped_linear
 from moex.precision.recipes import GemmRecipe
-from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here
+from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here, whole_tiles
 from pallas_kernels.grouped_matmul import grouped_matmul
-
-
-class Clamp(NamedTuple):
-    """Clamped SwiGLU (gpt-oss): gate at most `limit`, up within +-`limit`, (up + 1) gate sigmoid(alpha gate)."""
-
-    limit: float
-    alpha: float
+from pallas_kernels.swiglu import Activation
 
 
 def expert_mlp(
     rows_RD, weights_R, sizes_e, gate_up_eDG, down_eFD, gate_up_bias_eG=None, down_bias_eD=None, *,
-    clamp: Clamp | None = None,
+    activation: Activation | None = None,
 ):  # fmt: skip
     """down(weight * silu(gate x) * up x) of each row by its expert.
 
@@ -35,15 +28,15 @@ def expert_mlp(
     the expert's output isn't needed for the weight's gradient (memory-efficient permutation, arXiv 2603.07685).
 
     Args: rows_RD in compute dtype; weights_R float32; sizes_e int32 rows of each expert; gate_up_eDG, an expert's gate
-      and up matrices side by side, G = 2 F; biases, or None (both); clamp: None for plain SwiGLU.
+      and up matrices side by side, G = 2 F; biases, or None (both); activation: None for plain SwiGLU.
     Returns: [R, D] like rows_RD; rows past the last expert are zero.
     """
     gate_up_RG = grouped_matmul(rows_RD, gate_up_eDG, sizes_e)
     if gate_up_bias_eG is None:
-        return _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, clamp)
+        return _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, activation)
     num_rows = rows_RD.shape[0]
     gate_up_RG += _of_each_row(gate_up_bias_eG, sizes_e, num_rows)
-    out_RD = _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, clamp)
+    out_RD = _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, activation)
     return out_RD + _of_each_row(down_bias_eD, sizes_e, num_rows) * weights_R.astype(out_RD.dtype)[:, None]
 
 
@@ -57,11 +50,10 @@ def quantised_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, 
         return block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up, down)
     if isinstance(rows_RD, QuantisedRows):
         rows_RD = rows_RD.values()
-    missing = -rows_RD.shape[0] % 128
-    rows_RD, weights_R = jnp.pad(rows_RD, ((0, missing), (0, 0))), jnp.pad(weights_R, (0, missing))
+    filled_RD, filled_R = (whole_tiles(x, 128, (0,)) for x in (rows_RD, weights_R))
     activate = jax.checkpoint(_hidden, prevent_cse=False)
-    out_RD = grouped_linear(activate(grouped_linear(rows_RD, gate_up, sizes_e), weights_R), down, sizes_e)
-    return out_RD[: out_RD.shape[0] - missing]
+    out_RD = grouped_linear(activate(grouped_linear(filled_RD, gate_up, sizes_e), filled_R), down, sizes_e)
+    return out_RD[: rows_RD.shape[0]]
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
@@ -77,19 +69,15 @@ def _of_each_row(bias_eN, sizes_e, num_rows: int):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4,))
-def _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, clamp: Clamp | None):
+def _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, activation: Activation | None):
     """[R, 2 F] -> [R, D]. Only its inputs are kept: the activation is cheaper to compute again than to read."""
-    return grouped_matmul(_hidden(gate_up_RG, weights_R, clamp), down_eFD, sizes_e)
+    return grouped_matmul(_hidden(gate_up_RG, weights_R, activation), down_eFD, sizes_e)
 
 
-def _hidden(gate_up_RG, weights_R, clamp: Clamp | None = None):
+def _hidden(gate_up_RG, weights_R, activation: Activation | None = None):
     """The weighed activation [R, F], computed in float32."""
     gate_RF, up_RF = jnp.split(gate_up_RG.astype(jnp.float32), 2, axis=1)
-    if clamp is None:
-        hidden_RF = jax.nn.silu(gate_RF) * up_RF
-    else:
-        gate_RF, up_RF = jnp.minimum(gate_RF, clamp.limit), jnp.clip(up_RF, -clamp.limit, clamp.limit)
-        hidden_RF = gate_RF * jax.nn.sigmoid(clamp.alpha * gate_RF) * (up_RF + 1)
+    hidden_RF = activation(gate_RF, up_RF) if activation else jax.nn.silu(gate_RF) * up_RF
     return (hidden_RF * weights_R[:, None]).astype(gate_up_RG.dtype)
 
 
@@ -101,7 +89,8 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, recipe: GemmRecipe | None = None):
         self.recipe, self.width = recipe, config.expert_width
-        self.clamp = Clamp(config.swiglu_limit, config.swiglu_alpha) if config.swiglu_limit else None
+        clamped = Activation(limit=config.swiglu_limit or None, alpha=config.swiglu_alpha, offset=1.0)
+        self.activation = clamped if config.swiglu_limit else None
         num, d, width = config.router.num_experts, config.expert_in_width, config.expert_width
         options = dict(slices=1, product="experts")
         self.gate_up = declare(num, d, 2, width, axes=("ep", None, None, "etp"), **options)
@@ -130,7 +119,7 @@ class Experts(nnx.Module):
         matrices = matrices or self.matrices()
         if self.recipe is None:
             rows_RD = rows_RD.values() if isinstance(rows_RD, QuantisedRows) else rows_RD
-            return expert_mlp(rows_RD, weights_R, sizes_e, *matrices, clamp=self.clamp)
+            return expert_mlp(rows_RD, weights_R, sizes_e, *matrices, activation=self.activation)
         here = lambda w: w if isinstance(w, QuantisedWeight) else quantise_here(w, self.recipe, slices=1)
         quantised = map(here, matrices)
         return quantised_expert_mlp(rows_RD, weights_R, sizes_e, *quantised)

@@ -19,6 +19,7 @@ from moex.precision.experts import QuantisedRows
 from moex.precision.weight import bits, codes
 from pallas_kernels.permute import quantize_and_permute
 from pallas_kernels.quantize import Format, Quantised, dequantize, quantize
+from pallas_kernels.quantize.scales import two_to
 
 
 def send(transport: str, x_TD, plan: Plan, fold: Fold, format: Format) -> QuantisedRows:
@@ -82,8 +83,7 @@ def _travel(x_TD, plan, transport: str, fold: Fold, format: Format) -> Quantised
         arrived_RB = dispatch.onward(transport, _letters(written), plan, fold)
     codes_RD, exponents = jnp.split(arrived_RB, [x_TD.shape[1]], axis=1)
     exponents = exponents.astype(jnp.int32)
-    scales = lax.bitcast_convert_type(jnp.where(exponents == 0, _TWO_TO_MINUS_127, exponents << 23), jnp.float32)
-    return Quantised(codes_RD, jnp.where(exponents == 255, jnp.nan, scales))
+    return Quantised(codes_RD, jnp.where(exponents == 255, jnp.nan, two_to(exponents)))
 
 
 def _letters(written: Quantised):
@@ -91,6 +91,3 @@ def _letters(written: Quantised):
     written = bits(written)
     exponents = lax.bitcast_convert_type(written.scales, jnp.int32) >> 23  # NaN has 255, 2^-127 has 0
     return jnp.concatenate([written.codes, exponents.astype(jnp.uint8)], axis=1)
-
-
-_TWO_TO_MINUS_127 = 1 << 22

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh import distributed
-from moex import compare as comparing
+from moex import compare_recipes as comparing
 from moex.cli import fail, parse
-from moex.compare import BASE, NULL, Compared
+from moex.compare_recipes import BASE, NULL, Compared
 from moex.layers import param
 from moex.models.decoder import Decoder
 from moex.observe import gaps, operands

@@ -63,8 +63,7 @@ def block_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, down
       gate_up: [e, D, 2, F] or [e, D, 2 F].  down: [e, F, D].
     Returns: [R, D] like rows_RD; rows past the last expert are zero.
     """
-    missing = -weights_R.shape[0] % BLOCK
-    more = lambda x: jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) if missing else x
+    more = lambda x: whole_tiles(x, BLOCK, (0,))
     if not isinstance(rows_RD, QuantisedRows):
         rows_RD = QuantisedRows(bits(quantize(lax.stop_gradient(rows_RD), BLOCKS.x)), rows_RD)
     rows = jax.tree.map(more, rows_RD)
@@ -104,8 +103,7 @@ def _backward(kept, g_RD):
     drows_RD = dgrad(*given, out_dtype=g_RD.dtype)
     # A code times a power of two is a BF16 number: only what the tile of 128 tokens pushes out of range is lost.
     rows_RD = dequantize(rows, jnp.bfloat16)
-    in_use_R1 = (jnp.arange(rows_RD.shape[0]) < sizes_e.sum())[:, None]
-    columns = quantize(jnp.where(in_use_R1, rows_RD, 0), BLOCKS.x_wgrad, transpose=True)
+    columns = quantize(_in_use(rows_RD, sizes_e), BLOCKS.x_wgrad, transpose=True)
     product = functools.partial(wgrad, aligned=True)
     dgate_up_eGD = product(found.columns.codes, found.columns.scales, columns.codes, columns.scales, sizes_e)
     ddown_eDF = product(grad_columns.codes, grad_columns.scales, found.hidden.codes, found.hidden.scales, sizes_e)

@@ -77,11 +77,10 @@ _linear.defvjp(_forward, _backward)
 
 def two_ways(x_RD, rows: Format, columns: Format, keys: Sequence = (None, None)) -> tuple[Quantised, Quantised]:
     """x along its rows, and its transpose along x's columns; R is filled with zeros to whole tiles of the second."""
-    missing = -x_RD.shape[0] % 128
-    padded_RD = jnp.pad(x_RD, ((0, missing), (0, 0)))
-    if rows == columns and not missing and not rows.stochastic:
+    filled_RD = whole_tiles(x_RD, 128, (0,))
+    if rows == columns and filled_RD.shape == x_RD.shape and not rows.stochastic:
         return quantize_both(x_RD, rows)
-    return quantize(x_RD, rows, key=keys[0]), quantize(padded_RD, columns, transpose=True, key=keys[1])
+    return quantize(x_RD, rows, key=keys[0]), quantize(filled_RD, columns, transpose=True, key=keys[1])
 
 
 def random_keys(g, axes) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh.vma import vary, varying
+from moex.precision.weight import whole_tiles
 from pallas_kernels.quantize import Format, Quantised, dequantize, quantize
 from pallas_kernels.quantize.formats import LARGEST
 from pallas_kernels.quantize.scales import magnitude_bits
@@ -39,7 +40,7 @@ class Summary(NamedTuple):
 def measure(x_RK, format: Format):
     """float32 [SIZE] of one operand, quantised along K; R and K are filled up with zeros, which count nothing."""
     tile = 1 if format.kind == "tensor" else format.columns
-    x_RK = jnp.pad(x_RK.astype(jnp.float32), ((0, -x_RK.shape[0] % tile), (0, -x_RK.shape[1] % tile)))
+    x_RK = whole_tiles(x_RK.astype(jnp.float32), tile)
     middle = jnp.full(x_RK.shape, 127, jnp.uint8) if format.stochastic else None
     written = quantize(x_RK, format, implementation="xla", random_bytes=middle)
     finite, there = jnp.isfinite(x_RK), x_RK != 0

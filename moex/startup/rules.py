@@ -1,7 +1,7 @@
 """What a run's settings come to, as lines for a person: routing, balance, transport, precision, memory."""
 
 from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterConfig
-from moex.precision.recipes import KINDS
+from moex.precision.recipes import KINDS, resolve
 
 
 def routing_rules(router: RouterConfig) -> str:
@@ -58,9 +58,8 @@ def transport_rules(parallel: ParallelConfig) -> str:
 
 def precision_rules(precision: PrecisionConfig) -> str:
     """What products are computed in."""
-    rules, named = [precision.compute_dtype], {kind: getattr(precision, kind) for kind in KINDS}
-    chosen = {kind: precision.recipe if name == "recipe" else name for kind, name in named.items()}
-    rules += [f"{kind} {name}" for kind, name in chosen.items() if name != "compute"]
+    rules, resolved = [precision.compute_dtype], resolve(precision)
+    rules += [f"{kind} {recipe.name}" for kind in KINDS if (recipe := resolved.recipe(kind))]
     if precision.wire != "compute":
         rules.append("rows travel in FP8" + (", their results' gradients too" if precision.wire == "both" else ""))
     if high := precision.high_first + precision.high_last:

@@ -30,10 +30,7 @@ def make_measure_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> 
     places = param.placements(decoder.declarations, fold)
     precision, enter = recipes_on_entry(config), entering(config, decoder, fold)
     measured = lambda d: d.product is not None and precision.recipe(d.product) is not None
-    meters = param.tree_map(
-        lambda d: jnp.zeros((*(d.stacked,) * bool(d.stacked), 2, statistics.SIZE)) if measured(d) else None,
-        decoder.declarations,
-    )
+    meter = lambda d: jnp.zeros((*(d.stacked,) * bool(d.stacked), 2, statistics.SIZE)) if measured(d) else None
 
     def with_meters(name: str, both, high: bool = False, /):
         shards, of_part = both
@@ -49,7 +46,7 @@ def make_measure_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> 
             params = {name: (part, meters[name]) for name, part in shards.items()}
             return micro_loss(config, decoder, fold, params, steering, micro, tokens_of_losses, with_meters)[0]
 
-        of_rows = jax.grad(loss)(meters)
+        of_rows = jax.grad(loss)(param.tree_map(meter, decoder.declarations))
         of_weights = jax.tree.map(
             lambda d, p, w: _weight(d, p, w, precision, fold), decoder.declarations, places, shards,
             is_leaf=param.is_declaration,

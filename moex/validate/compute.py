@@ -1,7 +1,7 @@
 """What of precision and memory contradicts itself or has no effect."""
 
 from mesh import Fold
-from moex.config import MemoryConfig, RunConfig
+from moex.config import MemoryConfig, ModelConfig, RunConfig
 from moex.precision.products import missing_hardware
 from moex.precision.recipes import KINDS, resolve
 from moex.validate.numbers import LARGEST
@@ -35,9 +35,15 @@ def compute_problems(config: RunConfig) -> list[str]:
     return problems + _precision_problems(config)
 
 
+def _there(model: ModelConfig) -> dict[str, int]:
+    """Kinds of products: above 0 for those that the model has."""
+    counts = dict(mlp=model.num_mlp_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    return dict(attention=model.num_layers) | counts
+
+
 def _precision_problems(config: RunConfig) -> list[str]:
     precision, model, problems = config.precision, config.model, []
-    there = dict(mlp=model.num_mlp_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    there = _there(model)
     for kind, number in there.items():
         if (name := getattr(precision, kind)) != "recipe" and not number:
             problems.append(f"precision.{kind}={name} has no effect: the model has no such products")
@@ -56,7 +62,7 @@ def _precision_problems(config: RunConfig) -> list[str]:
             f"precision.experts: {recipe.name} knows no biases and no clamped SwiGLU, which model.expert_bias and "
             "model.swiglu_limit ask for: set it to compute"
         )
-    used = [recipe for kind in KINDS if (recipe := resolve(precision).recipe(kind)) and there.get(kind, 1)]
+    used = [recipe for kind in KINDS if (recipe := resolve(precision).recipe(kind)) and there[kind]]
     if precision.gather == "codes" and not used:
         problems.append("precision.gather=codes has no effect without a recipe: set it to compute")
     if precision.gather == "codes" and (two := {recipe.name for recipe in used if not recipe.one_copy}):
@@ -86,7 +92,7 @@ def _precision_problems(config: RunConfig) -> list[str]:
 def precision_problems_on(config: RunConfig, folded: Fold, device_kind: str) -> list[str]:
     """Recipes whose tiles don't fill an expert's part of this mesh, or that this kind of device has no hardware for."""
     precision, model, problems = resolve(config.precision), config.model, []
-    there = dict(mlp=model.num_mlp_layers, shared=model.shared_width, experts=model.num_moe_layers)
+    there = _there(model)
     on_gpu = device_kind.startswith("NVIDIA") and not config.precision.emulate
     if (recipe := precision.experts) and model.num_moe_layers and on_gpu:
         width = model.expert_width // folded.size("etp")
@@ -97,7 +103,7 @@ def precision_problems_on(config: RunConfig, folded: Fold, device_kind: str) -> 
             )
     for kind in KINDS:
         recipe = precision.recipe(kind)
-        if recipe and there.get(kind, 1) and not config.precision.emulate:
+        if recipe and there[kind] and not config.precision.emulate:
             reason = missing_hardware(recipe, device_kind, grouped=kind == "experts")
             problems += [f"precision.{kind}: {reason}; choose another, or set precision.emulate"] * bool(reason)
     return problems

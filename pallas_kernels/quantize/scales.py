@@ -26,6 +26,11 @@ def as_float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def two_to(exponent):
+    """float32 2^(exponent - 127) of biased exponents, int32 from 0 to 254."""
+    return as_float(jnp.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23))
+
+
 def block_scales(amax, dtype, power_of_two: bool, loud: bool = False):
     """int32 bits of the largest magnitudes -> (encode, decode), float32: codes are x encode, values codes decode.
 
@@ -36,7 +41,7 @@ def block_scales(amax, dtype, power_of_two: bool, loud: bool = False):
     if power_of_two:
         exponent = jnp.where(plain, 127, _exponent(amax, dtype))
         encode = as_float((254 - exponent) << 23)
-        decode = as_float(jnp.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23))
+        decode = two_to(exponent)
     else:
         encode = jnp.minimum(LARGEST[jnp.dtype(dtype)] / as_float(amax), _LARGEST_F32)
         encode = jnp.where(plain, 1.0, encode)

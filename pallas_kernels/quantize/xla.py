@@ -54,8 +54,7 @@ def dequantize(quantised: Quantised) -> jax.Array:
     values = codes.astype(jnp.float32).reshape(*batch, down, rows // down, across, columns // across)
     if stored.dtype == jnp.float8_e8m0fnu:
         byte = lax.bitcast_convert_type(stored, jnp.uint8).astype(jnp.int32)
-        bits = jnp.where(byte == 255, scales.INFINITY | 1, jnp.where(byte == 0, 0x00400000, byte << 23))
-        factor = scales.as_float(bits)
+        factor = jnp.where(byte == 255, jnp.nan, scales.two_to(byte))
     else:
         factor = stored.astype(jnp.float32)
     if outer is not None:

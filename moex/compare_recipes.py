@@ -18,6 +18,7 @@ from moex import startup
 from moex.checkpoint import Checkpoints
 from moex.cli import load
 from moex.config import OptimizerConfig, PrecisionConfig, RunConfig
+from moex.precision.recipes import KINDS
 from moex.train.optim import learning_rate
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
@@ -88,7 +89,7 @@ def _widest(config: RunConfig) -> RunConfig:
 
 def precision_of(config: RunConfig, recipe: str) -> PrecisionConfig:
     """The run's precision with one recipe for every product."""
-    kinds = dict.fromkeys(("attention", "mlp", "shared", "experts"), "recipe")
+    kinds = dict.fromkeys(KINDS, "recipe")
     wire = config.precision.wire if recipe != BASE else "compute"
     gather = config.precision.gather if recipe not in (BASE, "mxfp8") else "compute"
     high = {} if recipe != BASE else dict(high_first=0, high_last=0)
