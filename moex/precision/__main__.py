@@ -74,6 +74,7 @@ def _show(flags: Sequence[str]) -> int:
         last = row.product
     Console(width=120).print(drawn)
     print(f"float32 always: {', '.join(table.KEPT_HIGH)}")
+    print(f"{config.precision.compute_dtype} always: {', '.join(table.WITHOUT_RECIPE)}")
     return 0
 
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh.vma import vary, varying
-from moex.precision.linear import random_keys
+from moex.precision.linear import named, random_keys
 from moex.precision.products import grouped_product, grouped_sum
 from moex.precision.recipes import RECIPES, GemmRecipe
 from moex.precision.statistics import measure
@@ -25,6 +26,8 @@ from pallas_kernels.quantize.scales import magnitude_bits
 from pallas_kernels.scaled_grouped_matmul import BLOCK, dgrad, scaled_grouped_matmul, wgrad
 
 BLOCKS = RECIPES["fp8_block"]
+GATE_UP = "gate_up"
+"""Name of what experts keep besides codes, for `jax.checkpoint` policies."""
 NO_GRADIENT: Any = None
 """What stands in a cotangent for codes and scales."""
 
@@ -89,7 +92,9 @@ def _forward(rows: QuantisedRows, weights_R, sizes_e, gate_up, down):
     w = codes(down[0], BLOCKS.w)
     given = hidden.codes, hidden.scales, w.codes, w.scales, sizes_e
     out_RD = scaled_grouped_matmul(*given, out_dtype=rows.port.dtype)
-    return out_RD, (x, gate_RF, up_RF, weights_R, sizes_e, gate_up[1], down[1])  # codes as floats: a stash takes those
+    gate_RF, up_RF = (checkpoint_name(a, GATE_UP) for a in (gate_RF, up_RF))
+    # Codes as floats: a stash takes those.
+    return out_RD, (named(x), gate_RF, up_RF, weights_R, sizes_e, gate_up[1], down[1])
 
 
 def _backward(kept, g_RD):
@@ -140,7 +145,7 @@ def _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe: G
     rows_RK = _in_use(rows_RK, sizes_e)
     x = _by_expert(rows_RK, recipe.x, sizes_e)
     y_RN = grouped_product(x, codes(forward, recipe.w), sizes_e, rows_RK.dtype)
-    columns = bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True))
+    columns = named(bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True)))
     return y_RN, (columns, sizes_e, backward, None if meter is None else measure(rows_RK, recipe.x))
 
 
@@ -168,7 +173,7 @@ def _by_expert(rows_RX, format: Format, sizes_e, *, transpose: bool = False, key
     outer = None
     if format.kind == "nvfp4":
         values = rows_RX.astype(jnp.float32)
-        largest_R = magnitude_bits(hadamard(values.T).T if format.hadamard else values).max(axis=1)
+        largest_R = magnitude_bits(hadamard(values, dim=-2) if format.hadamard else values).max(axis=1)
         expert_R = (jnp.arange(rows_RX.shape[0])[:, None] >= jnp.cumsum(sizes_e)[None]).sum(axis=1)
         largest_e = jax.ops.segment_max(largest_R, expert_R, num_segments=sizes_e.shape[0] + 1)
         outer_R = lax.bitcast_convert_type(jnp.maximum(largest_e, 0), jnp.float32)[expert_R]

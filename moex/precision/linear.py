@@ -58,8 +58,7 @@ def _linear(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
 def _forward(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
     x, columns = two_ways(x_TK, recipe.x, recipe.x_wgrad)
     y_TN = product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
-    kept = jax.tree.map(lambda a: checkpoint_name(a, KEPT), bits(columns))
-    return y_TN, (kept, backward, None if meter is None else measure(x_TK, recipe.x))
+    return y_TN, (named(bits(columns)), backward, None if meter is None else measure(x_TK, recipe.x))
 
 
 def _backward(recipe: GemmRecipe, axes, kept, g_TN):
@@ -81,6 +80,11 @@ def two_ways(x_RD, rows: Format, columns: Format, keys: Sequence = (None, None))
     if rows == columns and filled_RD.shape == x_RD.shape and not rows.stochastic:
         return quantize_both(x_RD, rows)
     return quantize(x_RD, rows, key=keys[0]), quantize(filled_RD, columns, transpose=True, key=keys[1])
+
+
+def named(kept: Quantised) -> Quantised:
+    """The same codes under the name `KEPT`."""
+    return jax.tree.map(lambda a: checkpoint_name(a, KEPT), kept)
 
 
 def random_keys(g, axes) -> tuple[jax.Array, jax.Array]:

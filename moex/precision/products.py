@@ -1,8 +1,9 @@
-"""Products of quantised numbers, by what the device compiled for has, or exactly in float32 where it has nothing.
+"""Products of quantised numbers, by what the device compiled for has, or of the same numbers in BF16 or float32.
 
 M rows, N columns, K the dim summed over; R rows of experts' buffer, e experts.
 """
 
+import functools
 import re
 
 import jax
@@ -22,7 +23,7 @@ _LAST = (((1,), (1,)), ((), ()))
 
 def hardware(format: Format, *, grouped: bool, kind: str | None = None) -> str:
     """What multiplies numbers of this format: "mosaic" (a kernel of this project), "xla" (tensor cores by XLA), or
-    "emulation" (float32 products of the same values).
+    "emulation" (products of the same values in wider numbers).
 
     kind: of the device; None is that compiled for, or the kernels' interpreter.
     """
@@ -46,7 +47,7 @@ def missing_hardware(recipe: GemmRecipe, kind: str, *, grouped: bool) -> str:
     )
     grouped_here = grouped and recipe.x.kind != "block"
     reason = "experts' products have kernels for fp8_block alone" if grouped_here else alone[recipe.x.kind]
-    return f"{reason}; on {kind} {recipe.name} would be float32 products of rounded numbers, slower than BF16"
+    return f"{reason}; on {kind} {recipe.name} would be BF16 or float32 products of rounded numbers, slower than BF16 alone"
 
 
 def product(a: Quantised, b: Quantised, format: Format, out_dtype):
@@ -67,12 +68,19 @@ def weight_gradient(x: Quantised, dy: Quantised, format: Format):
 
 
 def _by_xla(a: Quantised, b: Quantised, format: Format):
-    """float32 [M, N]: by tensor cores where XLA knows how, or of the same values in float32."""
-    if hardware(format, grouped=False) == "emulation":
-        return lax.dot_general(dequantize(a), dequantize(b), _LAST, precision=lax.Precision.HIGHEST)
-    if format.kind == "tensor":
-        return lax.dot_general(a.codes, b.codes, _LAST, preferred_element_type=jnp.float32) * (a.scales * b.scales)
-    return _scaled_dot(a, b)
+    """float32 [M, N]: by tensor cores where XLA knows how, or of the same values in wider numbers."""
+    emulated = hardware(format, grouped=False) == "emulation"
+    sums = functools.partial(lax.dot_general, dimension_numbers=_LAST, preferred_element_type=jnp.float32)
+    if format.kind == "tensor":  # one scale an array: after the sum
+        x, w = (q.codes.astype(jnp.bfloat16) if emulated else q.codes for q in (a, b))
+        return sums(x, w) * (a.scales * b.scales)
+    if not emulated:
+        return _scaled_dot(a, b)
+    if format.kind == "block" and not format.power_of_two:
+        return sums(dequantize(a), dequantize(b), precision=lax.Precision.HIGHEST)
+    # A code has 2 or 4 significant bits, its scale 1 or, as E4M3, 4: their product is a BF16 number.
+    inner = lambda q: dequantize(q._replace(outer=None), jnp.bfloat16)
+    return _with_outer(sums(inner(a), inner(b)), a, b)
 
 
 def _scaled_dot(a: Quantised, b: Quantised):
@@ -81,6 +89,11 @@ def _scaled_dot(a: Quantised, b: Quantised):
     sums = lax.scaled_dot(
         a.codes, b.codes.T, lhs_scale=beside(a), rhs_scale=beside(b).T, preferred_element_type=jnp.float32
     )
+    return _with_outer(sums, a, b)
+
+
+def _with_outer(sums, a: Quantised, b: Quantised):
+    """Sums of two-level numbers, their second level put in; it is one number an array."""
     return sums if a.outer is None or b.outer is None else sums * (a.outer * b.outer)
 
 

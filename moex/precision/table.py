@@ -7,7 +7,9 @@ from moex.precision.recipes import Precision
 from pallas_kernels.quantize import Format
 
 KEPT_HIGH = ("router", "embedding", "head", "norms", "softmax", "loss", "sums over experts, tokens and devices")
-"""What no recipe reaches."""
+"""What is float32 always."""
+WITHOUT_RECIPE = ("latent experts' projections", "further tokens' projections")
+"""What is in the compute dtype always."""
 
 
 class Row(NamedTuple):

@@ -63,6 +63,9 @@ def _precision_problems(config: RunConfig) -> list[str]:
             "model.swiglu_limit ask for: set it to compute"
         )
     used = [recipe for kind in KINDS if (recipe := resolve(precision).recipe(kind)) and there[kind]]
+    taken = [kind for kind in KINDS if there[kind] and getattr(precision, kind) == "recipe"]
+    if precision.recipe != "compute" and not taken:
+        problems.append(f"precision.recipe={precision.recipe} has no effect: each kind of product has one of its own")
     if precision.gather == "codes" and not used:
         problems.append("precision.gather=codes has no effect without a recipe: set it to compute")
     if precision.gather == "codes" and (two := {recipe.name for recipe in used if not recipe.one_copy}):
@@ -78,6 +81,11 @@ def _precision_problems(config: RunConfig) -> list[str]:
         )
     if high and not used:
         problems.append("precision.high_first and high_last have no effect without a recipe")
+    if used and high == layers:
+        problems.append(
+            f"precision.high_first={precision.high_first} and high_last={precision.high_last} are all {layers} layers: no "
+            "recipe has an effect; leave the recipes at compute"
+        )
     if high and config.parallel.zero != 3:
         problems.append(
             "precision.high_first and high_last need parallel.zero=3: with 1 all layers' weights are quantised at once"

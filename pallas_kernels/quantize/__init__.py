@@ -85,8 +85,9 @@ def quantize(
         outer = rest.pop(0) if outer_amax is not None else None
         if taken == "mosaic":
             return _by_kernel(x, format, _SIDES["columns" if transpose else "rows"], tiles)[0]
-        run = xla if taken == "xla" else reference
-        return run.quantize(x.swapaxes(-1, -2) if transpose else x, bytes_, outer, format)
+        if taken == "xla":
+            return xla.quantize(x, bytes_, outer, format, transpose=transpose)
+        return reference.quantize(x.swapaxes(-1, -2) if transpose else x, bytes_, outer, format)
 
     return rounding.no_gradient(call, "quantize")(*given)
 

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantize import casts
 from pallas_kernels.quantize.formats import E2M1, LARGEST
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Signs of a row before its turn, those of TransformerEngine's recipe."""
+_ONE, _SIX = 0x3F800000, 0x40C00000  # bits of float32 numbers
 
 
 def round_to_codes(x, dtype):
@@ -15,7 +17,7 @@ def round_to_codes(x, dtype):
     largest = LARGEST[jnp.dtype(dtype)]
     limited = jnp.clip(x, -largest, largest)
     nan = jnp.zeros_like(x) if jnp.dtype(dtype) == E2M1 else x
-    return jnp.where(jnp.isnan(x), nan, limited).astype(dtype)  # XLA's minimum on CPUs need not keep a NaN
+    return casts.to_codes(jnp.where(jnp.isnan(x), nan, limited), dtype)  # XLA's minimum on CPUs need not keep a NaN
 
 
 def stochastic_e2m1(x, bytes_):
@@ -24,12 +26,16 @@ def stochastic_e2m1(x, bytes_):
     What lies on the grid stays, and the mean over all bytes misses x by at most 1/512 of the step. With byte / 256 every
     mean would be short by that.
     """
-    size = jnp.minimum(jnp.abs(x), 6.0)
-    # Steps are 1/2 below 2, 1 below 4, then 2: powers of two, so the quotient is exact.
-    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    below = jnp.floor(size / step)
-    up = size / step - below > (bytes_.astype(jnp.float32) + 0.5) / 256
-    return round_to_codes(jnp.copysign((below + up.astype(jnp.float32)) * step, x), E2M1)
+    number, byte = lax.bitcast_convert_type(x, jnp.int32), bytes_.astype(jnp.int32)
+    size = jnp.where(jnp.isnan(x), 0, jnp.minimum(number & 0x7FFFFFFF, _SIX))
+    # From 1 on a code is the exponent and the first bit of the mantissa; the 22 bits behind are the place between two codes.
+    place = size & 0x3FFFFF
+    above_1 = (size >> 22) - 2 * 126 + (place > (byte << 14) + (1 << 13)).astype(jnp.int32)
+    halves = lax.bitcast_convert_type(size, jnp.float32) * 2
+    whole = (halves >= 1).astype(jnp.int32)
+    below_1 = whole + (halves - whole > (byte.astype(jnp.float32) + 0.5) / 256).astype(jnp.int32)
+    code = jnp.where(size >= _ONE, above_1, below_1) | ((number >> 28) & 8)
+    return lax.bitcast_convert_type(code.astype(jnp.uint4), E2M1)
 
 
 def random_bytes(key, shape: tuple[int, ...]):
@@ -39,20 +45,21 @@ def random_bytes(key, shape: tuple[int, ...]):
     return ((jnp.expand_dims(words, -1) >> shifts) & 0xFF).astype(jnp.uint8).reshape(shape)
 
 
-def hadamard(x, *, inverse: bool = False):
-    """Turns every 16 neighbours of the last dim by diag(SIGNS) H / 4, H the Sylvester matrix; orthogonal.
+def hadamard(x, *, inverse: bool = False, dim: int = -1):
+    """Turns every 16 neighbours of a dim by diag(SIGNS) H / 4, H the Sylvester matrix; orthogonal.
 
     A product of two arrays that were both turned along the dim it sums over is the same. Four rounds of sums and
-    differences in a fixed order, so all back ends give the same bits.  x: float32 [..., K], K a multiple of 16.
+    differences in a fixed order, so all back ends give the same bits.  x: float32; the dim a multiple of 16.
     """
-    signs = jnp.array(SIGNS, x.dtype).reshape((1,) * x.ndim + (16,))
-    y = x.reshape(*x.shape[:-1], -1, 16)
+    before, after = x.shape[: x.ndim + dim], x.shape[x.ndim + dim + 1 :]
+    y = x.reshape(*before, -1, 16, *after)
+    signs = jnp.array(SIGNS, x.dtype).reshape((1,) * (len(before) + 1) + (16,) + (1,) * len(after))
     if not inverse:
         y = y * signs
     for half in (1, 2, 4, 8):
-        pairs = y.reshape(*y.shape[:-1], -1, 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = jnp.stack([a + b, a - b], axis=-2).reshape(y.shape)
+        pairs = y.reshape(*before, -1, 2, half, *after)
+        a, b = (lax.index_in_dim(pairs, i, len(before) + 1, keepdims=False) for i in (0, 1))
+        y = jnp.stack([a + b, a - b], axis=len(before) + 1).reshape(y.shape)
     y = y * jnp.asarray(0.25, x.dtype)
     return (y * signs if inverse else y).reshape(x.shape)
 

@@ -8,17 +8,19 @@ from pallas_kernels.quantize import rounding, scales
 from pallas_kernels.quantize.formats import Format, Quantised
 
 
-def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
-    """As in the package's `quantize`."""
-    tile_rows, tile_columns = format.tile(x.shape)
+def quantize(x, bytes_, outer_amax, format: Format, *, transpose: bool = False) -> Quantised:
+    """As in the package's `quantize`. A transpose is taken of codes, not of numbers: XLA for CPUs moves bytes faster."""
+    turn = (lambda a: a.swapaxes(-1, -2)) if transpose else (lambda a: a)
+    tile = format.tile((*x.shape[:-2], *x.shape[-2:][::-1]) if transpose else x.shape)
+    tile_rows, tile_columns = tile[::-1] if transpose else tile
     x = x.astype(jnp.float32)
     if format.hadamard:
-        x = rounding.hadamard(x)
+        x = rounding.hadamard(x, dim=-2 if transpose else -1)
     *batch, rows, columns = x.shape
     x = x.reshape(*batch, rows // tile_rows, tile_rows, columns // tile_columns, tile_columns)
     amax = scales.magnitude_bits(x).max(axis=(-3, -1), initial=0)
     if format.kind == "tensor" and outer_amax is not None:
-        amax = jnp.broadcast_to(_bits(outer_amax, amax.ndim), amax.shape)
+        amax = jnp.broadcast_to(turn(_bits(outer_amax, amax.ndim)), amax.shape)
     if format.loud:
         amax = jnp.where(amax == scales.INFINITY, scales.INFINITY | 1, amax)
     outer = None
@@ -26,19 +28,19 @@ def quantize(x, bytes_, outer_amax, format: Format) -> Quantised:
         encode, byte = scales.mx_scales(amax, format.dtype)
         stored = lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
     elif format.kind == "nvfp4":
-        top = amax.max(axis=(-2, -1), keepdims=True, initial=0) if outer_amax is None else _bits(outer_amax, amax.ndim)
-        pair = scales.nvfp4_outer(top)
+        whole = amax.max(axis=(-2, -1), keepdims=True, initial=0)
+        pair = scales.nvfp4_outer(whole if outer_amax is None else turn(_bits(outer_amax, amax.ndim)))
         encode, stored = scales.nvfp4_scales(amax, pair)
-        outer = pair[1]
+        outer = turn(pair[1])
     else:
         encode, stored = scales.block_scales(amax, format.dtype, format.power_of_two, format.loud)
     scaled = (x * encode[..., :, None, :, None]).reshape(*batch, rows, columns)
     if format.stochastic:
-        codes = rounding.stochastic_e2m1(scaled, bytes_)
+        codes = rounding.stochastic_e2m1(scaled, turn(bytes_))
     else:
         codes = rounding.round_to_codes(scaled, format.dtype)
     codes, stored = rounding.behind_barrier((codes, stored))
-    return Quantised(codes, stored, outer)
+    return Quantised(turn(codes), turn(stored), outer)
 
 
 def _bits(outer_amax, ndim: int):

@@ -14,6 +14,7 @@ from pallas_kernels.quantize import (
     FORMATS,
     Format,
     Quantised,
+    casts,
     dequantize,
     hadamard,
     quantize,
@@ -22,6 +23,7 @@ from pallas_kernels.quantize import (
     scales,
     transposed,
 )
+from pallas_kernels.quantize.formats import LARGEST
 from tests.pallas_kernels import quantize_oracle as oracle
 
 R, K = 128, 256
@@ -121,6 +123,19 @@ def test_denormals_read_as_themselves_or_as_zero():
     rest = np.ones(x.shape, bool)
     rest[9, :128] = False
     np.testing.assert_array_equal(dirty[0][rest], clean[0][rest])
+
+
+@pytest.mark.parametrize("dtype", [oracle.E4M3, oracle.E5M2, oracle.E2M1], ids=str)
+def test_codes_of_every_16_bit_number_are_those_of_ml_dtypes(dtype):
+    """Each half and each bfloat16: all ties, all subnormals of a code, both zeros, and NaN where the code has one."""
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    bfloats = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    for x in (halves, bfloats):
+        x = np.where(np.isnan(x), 0 if dtype == oracle.E2M1 else np.nan, np.clip(x, -LARGEST[dtype], LARGEST[dtype]))
+        ours = np.asarray(jax.jit(functools.partial(casts.to_codes, dtype=dtype))(x.astype(np.float32)))
+        numbers = ~np.isnan(x)
+        np.testing.assert_array_equal(ours.view(np.uint8)[numbers], x.astype(dtype).view(np.uint8)[numbers])
+        assert np.isnan(ours.astype(np.float32)[~numbers]).all()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from moex.layers.experts import expert_mlp, quantised_expert_mlp
+from moex.precision.experts import GATE_UP
+from moex.precision.linear import KEPT
 from moex.precision.recipes import RECIPES
 from moex.precision.weight import quantise_here
 from tests.quick import quick_jit
@@ -164,3 +166,23 @@ def test_rows_that_fill_no_block(recipe):
         if recipe == "fp8_block":  # at random in the gradients of the other
             np.testing.assert_array_equal(got, want[: got.shape[0]])
     assert [x.shape for x in short][:3] == [(300, D), (300, D), (300,)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_can_keep_what_experts_keep_by_name(recipe):
+    """Codes of both products' inputs along tokens; of 128-blocks the rows' codes, gate and up."""
+    rows, weights, gate_up, down, cotangent = arguments(PATTERNS["uneven"])
+    sizes = jnp.array(expert_of_rows(PATTERNS["uneven"])[1], jnp.int32)
+    quantised = [quantise_here(w, RECIPES[recipe], slices=1) for w in (gate_up, down)]
+    call = lambda rows, weights: quantised_expert_mlp(rows, weights, sizes, *quantised)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT, GATE_UP)
+
+    def kept(function):
+        out, pull = quick_jit(functools.partial(jax.vjp, function))(rows, weights)
+        return [out, *quick_jit(pull)(cotangent)], jax.tree.leaves(pull)
+
+    (plain, _), (again, leaves) = kept(call), kept(jax.checkpoint(call, policy=policy))
+    jax.tree.map(np.testing.assert_array_equal, again[:2], plain[:2])
+    np.testing.assert_allclose(again[2], plain[2], rtol=1e-5, atol=1e-5)  # a sum along F, fused with other things
+    shapes = {x.shape for x in leaves}
+    assert ({(R, D), (R, F)} if recipe == "fp8_block" else {(D, R), (F, R)}) <= shapes
