@@ -7,6 +7,7 @@ initial values. Values travel as a plain nested dict of arrays with the modules'
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -20,6 +21,9 @@ from moex.precision import weight
 from moex.precision.recipes import Precision
 
 Init = Literal["normal", "output", "ones", "zeros"]
+
+_ONE_PROGRAM = 2**14
+"""Numbers of the shortest draw."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,7 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
             if d.init in ("ones", "zeros"):
                 return np.full(slice_shape, float(d.init == "ones"), np.float32)
             number = int(np.ravel_multi_index(where, lead)) if lead else 0
-            value = np.asarray(_normal(path_key, number, slice_shape, deviations[d.init]))
+            value = _normal(path_key, number, slice_shape, deviations[d.init])
             if d.valid_rows:
                 value = np.where(np.arange(slice_shape[0])[:, None] < d.valid_rows, value, np.float32(0))
             return value
@@ -159,10 +163,15 @@ def initial_values(tree: Mapping, seed: int, std: float, num_layers: int, shardi
     return named_map(draw, tree) if shardings is None else named_map(draw, tree, shardings)
 
 
+def _normal(key, number: int, shape: tuple[int, ...], deviation: float) -> np.ndarray:
+    """One slice. Small ones begin a longer draw, which has the same numbers first, so that one program serves them all."""
+    size = math.prod(shape)
+    return np.asarray(_draw(key, number, max(size, _ONE_PROGRAM), deviation))[:size].reshape(shape)
+
+
 @functools.partial(jax.jit, static_argnums=(2,))
-def _normal(key, number, shape, deviation):
-    """One slice, by one program of fixed shape on one device."""
-    return jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32) * deviation
+def _draw(key, number, size: int, deviation):
+    return jax.random.normal(jax.random.fold_in(key, number), (size,), jnp.float32) * deviation
 
 
 def materialise(module: nnx.Module, *, seed: int = 0, std: float = 0.02, num_layers: int = 1) -> nnx.Module:
