@@ -33,7 +33,7 @@ def test_the_cases_of_ci_are_in_the_product():
         if c.transport == "local" or c.recompute not in ((), ("layer",)) or c.model not in invariance.MODELS
     ]
     among = [c for c in CASES if (c.dense, c.expert) in FOLDINGS and c not in left_out]
-    assert len(among) >= 7
+    assert len(among) >= 4
     assert {case._replace(skewed=True) for case in among} <= set(invariance.product())
 
 

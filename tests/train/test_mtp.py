@@ -80,11 +80,10 @@ def test_gradients_are_those_of_an_unsplit_sequence_for_any_mask():
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("parallel, devices, accumulation", [(ParallelConfig(), 1, 4), (ParallelConfig(dp=8), 8, 1)])
-def test_each_depth_is_a_mean_over_its_own_tokens(parallel, devices, accumulation):
+def test_each_depth_is_a_mean_over_its_own_tokens():
     """A head of zeros guesses: every loss is ln V, however few tokens a depth has; together 1.3 times the model's own."""
-    config = tiny_config(QUIET, accumulation=accumulation, parallel=parallel)
-    program = program_of(config, devices)
+    config = tiny_config(QUIET, accumulation=4, parallel=ParallelConfig(dp=2))
+    program = program_of(config, 2)
     state = program.initial_state()
     ends = state.params["ends"] | dict(head=state.params["ends"]["head"] * 0)
     state = state._replace(params=state.params | dict(ends=ends))

@@ -23,6 +23,7 @@ from moex.models.families import deepseek_v3
 from moex.train.placing import place_batch
 from moex.train.program import Program, build
 from moex.validate import check, check_on, resolve_fold
+from tests.quick import OPTIONS, quickly
 
 # A power of two scales gradients exactly, and changes this large drown the rounding of weights near 1.
 SGD = OptimizerConfig(
@@ -103,8 +104,8 @@ def program_of(config: RunConfig, num_devices: int) -> Program:
     fold = resolve_fold(config.parallel, num_devices)
     check_on(config, fold)
     program = build(config, fold, jax.devices()[:num_devices])
-    lowered = program.train.lower(program.state, program.batch)
-    return program._replace(train=lowered.compile(compiler_options={"xla_backend_optimization_level": 0}))
+    train = program.train.lower(program.state, program.batch).compile(compiler_options=OPTIONS)
+    return program._replace(train=train, eval=quickly(program.eval), record=quickly(program.record))
 
 
 def equations(jaxpr) -> Iterator:
