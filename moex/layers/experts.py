@@ -12,8 +12,9 @@ from flax import nnx
 from moex.config import ModelConfig
 from moex.layers.param import declare
 from moex.precision.experts import QuantisedRows, block_expert_mlp, grouped_linear
+from moex.precision.matrix import whole_tiles
 from moex.precision.recipes import GemmRecipe
-from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here, whole_tiles
+from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.swiglu import Activation
 

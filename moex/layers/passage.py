@@ -24,8 +24,9 @@ from moex.memory import stash as stashing
 from moex.memory.recompute import kept
 from moex.memory.stash import Stash
 from moex.precision.experts import QuantisedRows
+from moex.precision.matrix import bits
 from moex.precision.recipes import Precision
-from moex.precision.weight import bits, is_quantised
+from moex.precision.weight import is_quantised
 from pallas_kernels.quantize import quantize
 
 

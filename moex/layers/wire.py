@@ -16,7 +16,7 @@ from mesh.vma import vary, varying
 from moex import dispatch
 from moex.dispatch.plan import Plan
 from moex.precision.experts import QuantisedRows
-from moex.precision.weight import bits, codes
+from moex.precision.matrix import bits, codes
 from pallas_kernels.permute import quantize_and_permute
 from pallas_kernels.quantize import Format, Quantised, dequantize, quantize
 from pallas_kernels.quantize.scales import two_to

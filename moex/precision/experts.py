@@ -16,10 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh.vma import vary, varying
 from moex.precision.linear import named, random_keys
+from moex.precision.matrix import bits, codes, whole_tiles
 from moex.precision.products import grouped_product, grouped_sum
 from moex.precision.recipes import RECIPES, GemmRecipe
 from moex.precision.statistics import measure
-from moex.precision.weight import QuantisedWeight, bits, codes, whole_tiles
+from moex.precision.weight import QuantisedWeight
 from pallas_kernels import swiglu
 from pallas_kernels.quantize import Format, Quantised, dequantize, hadamard, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits

@@ -13,10 +13,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh.vma import vary, varying
+from moex.precision.matrix import bits, codes, whole_tiles
 from moex.precision.products import product, weight_gradient
 from moex.precision.recipes import GemmRecipe
 from moex.precision.statistics import measure
-from moex.precision.weight import QuantisedWeight, bits, codes, whole_tiles
+from moex.precision.weight import QuantisedWeight
 from pallas_kernels.quantize import Format, Quantised, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh.vma import vary, varying
-from moex.precision.weight import whole_tiles
+from moex.precision.matrix import whole_tiles
 from pallas_kernels.quantize import Format, Quantised, dequantize, quantize
 from pallas_kernels.quantize.formats import LARGEST
 from pallas_kernels.quantize.scales import magnitude_bits

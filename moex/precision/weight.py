@@ -5,14 +5,14 @@ K and N are the dims of a weight's matrix [..., K, N], `...` the experts if ther
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mesh import Placement, collectives
 from mesh.vma import vary, varying
+from moex.precision.gathered import gathered_in_codes
+from moex.precision.matrix import as_matrix, bits, whole_tiles
 from moex.precision.recipes import GemmRecipe
 from pallas_kernels.quantize import Quantised, quantize, transposed
 
@@ -62,44 +62,6 @@ def with_ports(tree, values):
     return jax.tree.map(put, tree, values, is_leaf=is_quantised)
 
 
-def bits(quantised: Quantised) -> Quantised:
-    """Codes as bytes: an integer has no gradient. Four-bit codes stay, each in an element of its own."""
-    codes, scales, outer = quantised
-    if codes.dtype == jnp.float4_e2m1fn:
-        return Quantised(lax.bitcast_convert_type(codes, jnp.uint4), _scale_bits(scales), outer)
-    return Quantised(lax.bitcast_convert_type(codes, jnp.uint8), _scale_bits(scales), outer)
-
-
-def _scale_bits(scales):
-    return scales if scales.dtype == jnp.float32 else lax.bitcast_convert_type(scales, jnp.uint8)
-
-
-def codes(bits: Quantised, format) -> Quantised:
-    """The inverse of `bits`."""
-    stored = dict(mx=jnp.float8_e8m0fnu, nvfp4=jnp.float8_e4m3fn).get(format.kind)
-    scales = bits.scales if stored is None else lax.bitcast_convert_type(bits.scales, stored)
-    return Quantised(lax.bitcast_convert_type(bits.codes, format.dtype), scales, bits.outer)
-
-
-def matrix_shape(shape, slices: int, contracted: int) -> tuple[int, ...]:
-    """[*experts, *K, *N] -> [*experts, K, N]."""
-    lead, rest = shape[:slices], shape[slices:]
-    return (*lead, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-
-
-def as_matrix(x, slices: int, contracted: int):
-    """The array in that shape."""
-    return x.reshape(matrix_shape(x.shape, slices, contracted))
-
-
-def whole_tiles(x, tile: int, dims: tuple[int, ...] = (-2, -1)):
-    """The array with zeros behind it, so that each of the dims has whole tiles."""
-    more = [(0, 0)] * x.ndim
-    for dim in dims:
-        more[dim] = (0, -x.shape[dim] % tile)
-    return jnp.pad(x, more) if any(after for _, after in more) else x
-
-
 def quantise_here(weight, recipe: GemmRecipe, *, slices: int = 0, contracted: int = 1) -> QuantisedWeight:
     """A weight that is whole on this device, in any float dtype; its gradient passes in float32, then in its dtype."""
     return _quantise_here(weight, recipe, slices, contracted)
@@ -145,8 +107,8 @@ def enter(
     Args:
       shard: this device's part; a scan may have taken off leading dims since the placement was made.
       slices, contracted: leading dims that are experts, and those after them that the product sums over.
-      gather: "compute": the shard is gathered in `dtype`, and that image is quantised. "codes": the master is quantised;
-        where shards begin at a tile's border the codes travel, elsewhere the master does, with the same bits.
+      gather: "compute": the shard is gathered in `dtype`, and that image is quantised. "codes": the master is quantised where
+        it is stored, and its codes are gathered.
     """
     if gather == "compute":
         return quantise_here(place.enter(shard, dtype), recipe, slices=slices, contracted=contracted)
@@ -156,32 +118,12 @@ def enter(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _enter_in_codes(shard, place: Placement, recipe: GemmRecipe, slices: int, contracted: int, dim: int):
-    shard = vary(shard, place.replicated)
-    parts = collectives.axis_size(place.zero)
-    if parts == 1 or not travels_in_codes(shard.shape, dim, recipe, slices, contracted):
+    shard, ways = vary(shard, place.replicated), collectives.axis_size(place.zero)
+    if ways == 1 or not recipe.one_copy:
         return _whole(collectives.all_gather(shard, place.zero, dim=dim), recipe, slices, contracted)
-    matrix, outer, agreed = as_matrix(shard, slices, contracted), None, dim >= slices
-    if recipe.w.kind in ("tensor", "nvfp4") and agreed:  # one number for a whole matrix: its shards agree on it
-        outer = collectives.pmax(jnp.abs(matrix).max(axis=(-2, -1), keepdims=True), place.zero)
-    found = quantize(matrix, recipe.w, outer_amax=outer)
-    sent = bits(found)
-    gather = functools.partial(collectives.all_gather, axes=place.zero)
-    whole = gather(sent.codes.reshape(shard.shape), dim=dim)
-    matrix_dim = dim if dim < slices else slices + (dim >= slices + contracted)
-    scales = sent.scales if agreed and recipe.w.kind == "tensor" else gather(sent.scales, dim=matrix_dim)
-    outer = sent.outer if agreed or sent.outer is None else gather(sent.outer, dim=matrix_dim)
-    backward = codes(Quantised(as_matrix(whole, slices, contracted), scales, outer), recipe.w)
-    return _with_port(transposed(backward), backward, whole.shape, recipe, contracted)
-
-
-def travels_in_codes(shard_shape, dim: int, recipe: GemmRecipe, slices: int, contracted: int) -> bool:
-    """Whether a shard split along `dim` has whole tiles, contiguous in its matrix, so that codes can be gathered."""
-    if not recipe.one_copy:
-        return False
-    if dim >= slices and dim not in (slices, slices + contracted):
-        return False
-    rows, columns = matrix_shape(shard_shape, slices, contracted)[-2:]
-    return rows % recipe.tile == 0 and columns % recipe.tile == 0
+    backward = gathered_in_codes(shard, place.zero, dim, recipe, slices, contracted)
+    shape = (*shard.shape[:dim], shard.shape[dim] * ways, *shard.shape[dim + 1 :])
+    return _with_port(transposed(backward), backward, shape, recipe, contracted)
 
 
 def _enter_fwd(shard, place, recipe, slices, contracted, dim):

@@ -16,8 +16,9 @@ from moex.config import RunConfig
 from moex.layers import param
 from moex.models.decoder import Decoder
 from moex.precision import statistics
+from moex.precision.matrix import as_matrix
 from moex.precision.recipes import GemmRecipe, Precision
-from moex.precision.weight import as_matrix, is_quantised
+from moex.precision.weight import is_quantised
 from moex.train.step import Batch, batch_specs, entering, micro_loss, recipes_on_entry, steer, totals
 
 

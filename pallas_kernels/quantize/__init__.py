@@ -23,6 +23,7 @@ __all__ = [
     "implementations",
     "quantize",
     "quantize_both",
+    "tile_scales",
     "transposed",
 ]
 
@@ -37,6 +38,7 @@ def quantize(
     key=None,
     random_bytes=None,
     outer_amax=None,
+    amax=None,
     implementation: str | None = None,
     tiles: Tiles | None = None,
 ) -> Quantised:
@@ -59,6 +61,8 @@ def quantize(
       outer_amax: float32, broadcasting against the scales: the magnitude that the scale of kind "tensor", or the second level
         of NVFP4, is made from, such as the largest of an expert's rows or over ranks. None takes each [R, K] array's own.
         With `hadamard` it is that of the turned array.
+      amax: float32, broadcasting against the scales: the largest magnitude of each tile, where more lies in it than is here,
+        such as the other shards of a weight. By xla only.
       implementation: None takes the first of mosaic, xla, reference that can; a named one that can't raises.
       tiles: of the kernel; without effect on the others.
 
@@ -75,18 +79,22 @@ def quantize(
         raise ValueError(
             f"outer_amax is of kinds 'tensor' and the second level of 'nvfp4', the format's is {format.kind!r}"
         )
-    taken = choose("quantize", implementation, _reasons(format, x))
-    given = [x] + [a for a in (random_bytes, outer_amax) if a is not None]
+    reasons = _reasons(format, x)
+    if amax is not None:
+        reasons |= dict.fromkeys(("mosaic", "reference"), "it finds tiles' magnitudes itself")
+    taken = choose("quantize", implementation, reasons)
+    given = [x] + [a for a in (random_bytes, outer_amax, amax) if a is not None]
     given = align(*map(jnp.asarray, given))
 
     def call(x, *rest):
         rest = list(rest)
         bytes_ = rest.pop(0) if random_bytes is not None else None
         outer = rest.pop(0) if outer_amax is not None else None
+        largest = rest.pop(0) if amax is not None else None
         if taken == "mosaic":
             return _by_kernel(x, format, _SIDES["columns" if transpose else "rows"], tiles)[0]
         if taken == "xla":
-            return xla.quantize(x, bytes_, outer, format, transpose=transpose)
+            return xla.quantize(x, bytes_, outer, format, transpose=transpose, amax=largest)
         return reference.quantize(x.swapaxes(-1, -2) if transpose else x, bytes_, outer, format)
 
     return rounding.no_gradient(call, "quantize")(*given)
@@ -118,6 +126,14 @@ def quantize_both(
     if format.square and not format.hadamard:
         return first, transposed(first)
     return first, quantize(x, format, transpose=True, implementation=implementation)
+
+
+def tile_scales(amax, format: Format | str, *, outer_amax=None):
+    """The scales that `quantize` stores for tiles with these largest magnitudes, and the second level of NVFP4 or None.
+
+    Args: amax: float32 [..., rows of tiles, columns of tiles].  outer_amax: as in `quantize`.
+    """
+    return xla.tile_scales(amax, outer_amax, as_format(format))
 
 
 def dequantize(quantised: Quantised, dtype=jnp.float32):

@@ -8,7 +8,7 @@ from pallas_kernels.quantize import rounding, scales
 from pallas_kernels.quantize.formats import Format, Quantised
 
 
-def quantize(x, bytes_, outer_amax, format: Format, *, transpose: bool = False) -> Quantised:
+def quantize(x, bytes_, outer_amax, format: Format, *, transpose: bool = False, amax=None) -> Quantised:
     """As in the package's `quantize`. A transpose is taken of codes, not of numbers: XLA for CPUs moves bytes faster."""
     turn = (lambda a: a.swapaxes(-1, -2)) if transpose else (lambda a: a)
     tile = format.tile((*x.shape[:-2], *x.shape[-2:][::-1]) if transpose else x.shape)
@@ -18,29 +18,43 @@ def quantize(x, bytes_, outer_amax, format: Format, *, transpose: bool = False) 
         x = rounding.hadamard(x, dim=-2 if transpose else -1)
     *batch, rows, columns = x.shape
     x = x.reshape(*batch, rows // tile_rows, tile_rows, columns // tile_columns, tile_columns)
-    amax = scales.magnitude_bits(x).max(axis=(-3, -1), initial=0)
-    if format.kind == "tensor" and outer_amax is not None:
-        amax = jnp.broadcast_to(turn(_bits(outer_amax, amax.ndim)), amax.shape)
-    if format.loud:
-        amax = jnp.where(amax == scales.INFINITY, scales.INFINITY | 1, amax)
-    outer = None
-    if format.kind == "mx":
-        encode, byte = scales.mx_scales(amax, format.dtype)
-        stored = lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
-    elif format.kind == "nvfp4":
-        whole = amax.max(axis=(-2, -1), keepdims=True, initial=0)
-        pair = scales.nvfp4_outer(whole if outer_amax is None else turn(_bits(outer_amax, amax.ndim)))
-        encode, stored = scales.nvfp4_scales(amax, pair)
-        outer = turn(pair[1])
+    if amax is None:
+        largest = scales.magnitude_bits(x).max(axis=(-3, -1), initial=0)
     else:
-        encode, stored = scales.block_scales(amax, format.dtype, format.power_of_two, format.loud)
+        largest = turn(_bits(amax, x.ndim - 2))
+    outer_amax = None if outer_amax is None else turn(_bits(outer_amax, x.ndim - 2))
+    encode, stored, outer = _scales(largest, outer_amax, format)
     scaled = (x * encode[..., :, None, :, None]).reshape(*batch, rows, columns)
     if format.stochastic:
         codes = rounding.stochastic_e2m1(scaled, turn(bytes_))
     else:
         codes = rounding.round_to_codes(scaled, format.dtype)
     codes, stored = rounding.behind_barrier((codes, stored))
-    return Quantised(turn(codes), turn(stored), outer)
+    return Quantised(turn(codes), turn(stored), None if outer is None else turn(outer))
+
+
+def tile_scales(amax, outer_amax, format: Format):
+    """As in the package's `tile_scales`."""
+    amax = _bits(amax, amax.ndim)
+    _, stored, outer = _scales(amax, None if outer_amax is None else _bits(outer_amax, amax.ndim), format)
+    return rounding.behind_barrier(stored), outer
+
+
+def _scales(amax, outer_amax, format: Format):
+    """Bits of the largest magnitudes of tiles, and of what they share -> (encode, stored scales, outer or None)."""
+    if format.kind == "tensor" and outer_amax is not None:
+        amax = jnp.broadcast_to(outer_amax, amax.shape)
+    if format.loud:
+        amax = jnp.where(amax == scales.INFINITY, scales.INFINITY | 1, amax)
+    if format.kind == "mx":
+        encode, byte = scales.mx_scales(amax, format.dtype)
+        return encode, lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu), None
+    if format.kind == "nvfp4":
+        pair = scales.nvfp4_outer(
+            amax.max(axis=(-2, -1), keepdims=True, initial=0) if outer_amax is None else outer_amax
+        )
+        return *scales.nvfp4_scales(amax, pair), pair[1]
+    return *scales.block_scales(amax, format.dtype, format.power_of_two, format.loud), None
 
 
 def _bits(outer_amax, ndim: int):
