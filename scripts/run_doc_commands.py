@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,16 +191,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("documents", nargs="*", type=Path, help="default: README.md and docs/*.md")
     parser.add_argument("--root", type=Path, default=ROOT)
     parser.add_argument("--already-run", action="append", default=[], help="a command line to pass over")
+    parser.add_argument("--workers", type=int, default=1, help="documents run side by side")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     documents = [path.resolve() for path in options.documents] or [root / "README.md", *sorted(root.glob("docs/*.md"))]
-    failures = []
-    for path in documents:
+
+    def run(path: Path) -> str | None:
         try:
-            message = run_document(path, root, options.already_run)
+            return run_document(path, root, options.already_run)
         except DocumentError as error:
-            message = str(error)
-        if message:
+            return str(error)
+
+    failures = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        for message in filter(None, pool.map(run, documents)):
             failures.append(message)
             print(message, file=sys.stderr, flush=True)
     if failures:
