@@ -45,6 +45,17 @@ def pmax(x, axes: Axes):
     return lax.pmax(vary(x, axes), axes) if axes else x
 
 
+def of_last(x, axes: Axes):
+    """The array of the view's last device, on all of them. Its gradient is the sum of theirs, on the last alone.
+
+    It travels in float32, as its gradient does, and comes back in its own dtype.
+    """
+    if not axes:
+        return x
+    last = axis_index(axes) == axis_size(axes) - 1
+    return psum(jnp.where(last, x, jnp.zeros_like(x)).astype(jnp.float32), axes).astype(x.dtype)
+
+
 def psum_scatter(x, axes: Axes, *, dim: int):
     """Sums over the view and keeps this device's part of `dim`, which must divide by the view's size.
 

@@ -28,9 +28,10 @@ from moex.layers.tokens import Tokens
 from moex.observe.progress import printable
 from moex.train.loss import logits
 from moex.train.program import Program, build
+from moex.train.reading import for_reading
 from moex.train.rungs import ladder
 from moex.train.state import TrainState
-from moex.train.step import entered, entering, hidden
+from moex.train.step import entering, hidden
 from moex.validate import ConfigError, check_on, resolve_fold
 
 
@@ -118,17 +119,17 @@ def _sample_loop(program: Program, num_tokens: int):
 def _next_logits(program: Program):
     """(params, bias, window [B, S], lengths [B]) -> float32 scores [B, V] of the token after each row's first ones."""
     config, decoder, fold = program.config, program.decoder, program.fold
-    enter = entering(config, decoder, fold)
+    entry = entering(config, decoder, fold)
 
     def run(shards, bias_LE, ids_BS, index_BS, length_B):
-        params = entered(enter, shards)
+        params, enter = for_reading(config, entry, shards)
         tokens = Tokens((index_BS < length_B[:, None]).astype(jnp.int32), index_BS, index_BS)
-        x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, ids_BS, tokens)
+        x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, ids_BS, tokens, enter)
         x_BSD = collectives.all_gather(collectives.all_gather(x_BSD, fold.dense.tp, dim=1), fold.dense.cp, dim=1)
         index_BS = collectives.all_gather(index_BS, fold.dense.cp, dim=1)
         last_BD = (x_BSD * (index_BS == length_B[:, None] - 1)[..., None]).sum(axis=1)
-        scores_BV = logits(last_BD, decoder.head(params), fold, vocab_size=config.model.vocab_size)
-        return collectives.pmax(scores_BV, fold.dense.cp)  # equal already; this lets the type say so
+        scores_BV = logits(last_BD, decoder.head(params, enter), fold, vocab_size=config.model.vocab_size)
+        return collectives.pmax(scores_BV, fold.dense.pp + fold.dense.cp)  # equal already; this lets the type say so
 
     dense = fold.dense
     rows, sequence = PartitionSpec(dense.dp, dense.cp), PartitionSpec(dense.dp, dense.tp)

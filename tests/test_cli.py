@@ -119,7 +119,17 @@ CONFIGURATIONS = {
     "--parallel.tp=3": ["tp=3", "doesn't divide the 8 devices"],
     "--parallel.edp=2 --parallel.ep=2 --parallel.transport=alltoall": ["edp=2", "4 devices", "there are 8"],
     "--parallel.tp=0": ["at least 1", "'tp': 0"],
-    "--parallel.pp=2": ["parallel.pp=2", "set it to 1"],
+    "--parallel.pp=2": ["8 rows are 1 micro-batches", "parallel.pp=2 ranks leave 1 over", "a multiple of 2"],
+    "--parallel.pp=2 --train.accumulation=2 --train.ramp-sizes 4 --train.ramp-samples 8": ["4 rows are 1 micro-batches"],
+    "--parallel.pp=8 --train.accumulation=8": ["parallel.pp=8", "4 layers don't fill 8 x 1 = 8 stages"],
+    "--parallel.pp=2 --parallel.layout=Ett|tL --train.accumulation=2": ["layout 'Ett|tL'", "E, 4 t, 0 m and L"],
+    "--parallel.virtual-pp=2": ["parallel.virtual_pp=2 has no effect with parallel.pp=1"],
+    "--parallel.layout=EttttL": ["parallel.layout='EttttL' has no effect with parallel.pp=1"],
+    "--parallel.pp=2 --train.accumulation=2 --memory.stash experts": ["memory.stash=experts", "use memory.recompute"],
+    "--parallel.pp=2 --train.accumulation=2 --precision.recipe=fp8_tensor --observe.measure-precision-every=1": [
+        "observe.measure_precision_every=1", "set it to 0"],
+    "--parallel.pp=4 --train.accumulation=4 --model.vocab-multiple=2 --model.vocab-size=258": [
+        "padded vocabulary", "tp x pp", "4"],
     "--parallel.ep=2": ["parallel.transport=local", "parallel.ep=2", "alltoall or allgather"],
     "--parallel.transport=alltoall": ["parallel.transport=alltoall", "parallel.ep=1", "set it to local"],
     "--parallel.ep=2 --parallel.transport=ragged": ["parallel.transport=ragged", "use alltoall or allgather"],

@@ -4,7 +4,10 @@ import pytest
 
 from moex.cli import PRESETS
 from moex.config import MemoryConfig, ParallelConfig, RouterConfig
-from moex.startup import balance_rules, memory_rules, routing_rules, transport_rules
+from moex.models.pattern import Kind
+from moex.pipeline.layout import layout
+from moex.pipeline.schedules import one_f_one_b
+from moex.startup import balance_rules, memory_rules, pipeline_rules, routing_rules, transport_rules
 
 
 def rules(**fields):
@@ -59,6 +62,14 @@ def test_buffers_and_clones_are_said():
     assert transport_rules(ParallelConfig(**bounded)) == f"{sizes}; {clones.format('')}"
     waves = ParallelConfig(**bounded, waves=4, echo="retry")
     assert transport_rules(waves) == f"{sizes} of a 4th of the tokens at a time; {clones.format(' in retries')}"
+
+
+def test_what_a_pipeline_costs_is_said():
+    dense, sparse = Kind(False, 0), Kind(True, 0)
+    text = pipeline_rules(layout([sparse] * 8, 4, 2), one_f_one_b(4, 2, 8))
+    assert text.startswith("4 ranks x 2 stages of 1 layers; bubble 18.8% of a rank's work; what 11 stages keep")
+    uneven = pipeline_rules(layout([dense, sparse, sparse], 2, 1), one_f_one_b(2, 1, 4))
+    assert "2 ranks x 1 stages of 1 to 2 layers, 25.0% of slots without a layer; bubble 25.0%" in uneven
 
 
 def test_what_the_backward_pass_keeps_is_said():

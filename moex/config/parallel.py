@@ -9,7 +9,13 @@ class ParallelConfig:
     """The two factorisations of the devices. dp and edp at 0 fill what the others leave."""
 
     pp: int = 1
-    """Pipeline stages, of both views."""
+    """Pipeline ranks, of both views: each runs a part of the layers for one micro-batch after the other."""
+    virtual_pp: int = 1
+    """Virtual stages of a pipeline rank: it runs this many parts of the layers that lie apart, so that it waits for others
+    that many times less at a step's beginning and end (interleaved 1F1B)."""
+    layout: str = ""
+    """Layers of each stage as Megatron-Core writes them, stage = virtual stage x pp + rank: E embedding, t a layer, m a depth
+    of multi-token prediction, L the loss, | ends a stage, x*n repeats (Et*3|(tt|)*29m|L). Empty: as equal as they divide."""
     dp: int = 0
     """Dense layers: data parallel."""
     cp: int = 1

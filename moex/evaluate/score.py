@@ -18,8 +18,9 @@ from moex.layers.tokens import Tokens
 from moex.train.loss import logits
 from moex.train.placing import place_batch
 from moex.train.program import Program
+from moex.train.reading import for_reading, reading_specs
 from moex.train.state import TrainState
-from moex.train.step import Batch, batch_specs, entered, entering, hidden
+from moex.train.step import Batch, entering, hidden
 
 
 class Scored(NamedTuple):
@@ -75,7 +76,7 @@ def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], num_rows: int, s
 def make_score_step(program: Program) -> Callable:
     """(state, batch) -> (log p of each label, whether it is the likeliest, its place in the row), [A, B, S] each."""
     config, decoder, fold = program.config, program.decoder, program.fold
-    enter, tp = entering(config, decoder, fold), program.fold.dense.tp
+    entry, tp = entering(config, decoder, fold), program.fold.dense.tp
 
     def chunk(x_TD, labels_T, head_VD):
         logits_TV = logits(x_TD, head_VD, fold, vocab_size=config.model.vocab_size)
@@ -88,12 +89,12 @@ def make_score_step(program: Program) -> Callable:
         return label_T - top_T - jnp.log(total_T), label_T >= top_T
 
     def run(shards, bias_LE, batch: Batch):
-        params = entered(enter, shards)
-        head_VD = decoder.head(params)
+        params, enter = for_reading(config, entry, shards)
+        head_VD = decoder.head(params, enter)
 
         def one(_, micro: Batch):
             tokens = Tokens(micro.segments, micro.positions, micro.index)
-            x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens)
+            x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter)
             x_BSD = collectives.all_gather(x_BSD, tp, dim=1)
             # A row at a time: logits of all would be the largest array by far.
             rows = lax.map(lambda row: chunk(row[0], row[1], head_VD), (x_BSD, micro.labels))
@@ -102,6 +103,6 @@ def make_score_step(program: Program) -> Callable:
         return lax.scan(one, None, batch._replace(step=None))[1]
 
     specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
-    split = PartitionSpec(None, fold.dense.dp, fold.dense.cp)
-    inner = sharded(run, program.mesh, in_specs=(specs, PartitionSpec(), batch_specs(fold)), out_specs=(split,) * 3)
+    split = PartitionSpec(fold.dense.pp, fold.dense.dp, fold.dense.cp)
+    inner = sharded(run, program.mesh, in_specs=(specs, PartitionSpec(), reading_specs(fold)), out_specs=(split,) * 3)
     return lambda state, batch: inner(state.params, state.router_bias, batch)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from mesh import collectives
+from mesh.axes import Axes
 from mesh.fold import Fold
 from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from moex.layers.gqa import GroupedQueryAttention
@@ -119,10 +120,10 @@ class Decoder:
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
         self.config, self.memory = config, memory
-        layers = kinds(config, precision)
-        modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(layers))}
+        self.kinds = kinds(config, precision)
+        modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(self.kinds))}
         self._graphs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
-        self._segments = segments(layers)
+        self._segments = segments(self.kinds)
         counts = dict(dense_layers=config.num_mlp_layers, moe_layers=config.num_moe_layers)
         self.declarations = dict(ends=declarations(Ends(config))) | {
             kind.stack: declarations(module, stacked=counts[kind.stack]) for kind, module in modules.items()
@@ -157,7 +158,7 @@ class Decoder:
         stash, stats, options = None, [], dict(training=training, record=record)
 
         def run(kind: Kind, x_BSD, stash, weights, steering):
-            layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
+            layer = self.layer(kind, enter(kind.stack, weights, kind.high))
             return layer(x_BSD, stash, steering, tokens, fold, **options)
 
         def body(period: tuple[Kind, ...], carry, layers):
@@ -180,18 +181,26 @@ class Decoder:
             stats += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
+        return self.final_norm(ends, x_BSD), stats
+
+    def layer(self, kind: Kind, weights: Mapping) -> Layer:
+        """One layer of a kind, with its parameters as compute sees them."""
+        return nnx.merge(self._graphs[kind], weights)
+
+    def final_norm(self, ends: Mapping, x_BSD):
+        """What the head and further predictions are given of the last layer's activations."""
         with jax.named_scope("final_norm"):
-            return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), stats
+            return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD)
 
     def further(
         self, params: Mapping, steering, hidden_BSD, known: Sequence[Further], fold: Fold, enter: Enter = as_they_are,
-        **options,
+        *, over: Axes = (), **options,
     ) -> tuple[jax.Array, MoEStats]:  # fmt: skip
         """Final activations of each depth of multi-token prediction, [k, B, S / tp, D], and statistics stacked over them.
 
         Args:
           hidden_BSD: of `hidden`.  steering: as there; the last k of it are for these layers, without recorded choices.
-          known: what each depth knows of the tokens.
+          known: what each depth knows of the tokens.  over: see `embed`.
         """
         embedding = enter("ends", params["ends"])["embedding"]
         own = jax.tree.map(lambda x: x[self.config.num_moe_layers :], Steering.of(steering)._replace(replay_BSk=None))
@@ -201,7 +210,7 @@ class Decoder:
 
             def run(x_BSD, weights):
                 module = nnx.merge(self._further, enter("mtp", weights))
-                embedded_BSD = embed(known.ids, embedding, fold).astype(x_BSD.dtype)
+                embedded_BSD = embed(known.ids, embedding, fold, over).astype(x_BSD.dtype)
                 x_BSD = module.ahead(x_BSD, embedded_BSD)
                 x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, **options)
                 return module.ahead.norm(x_BSD), stats
@@ -241,10 +250,13 @@ def _norm_graph(config: ModelConfig):
     return nnx.graphdef(RMSNorm(config.d_model, config.norm_eps))
 
 
-def embed(ids_BS, weight_VD, fold: Fold):
-    """Rows of the embedding by token id: ids [B, S] equal over tp -> [B, S / tp, D], each device holding V rows."""
+def embed(ids_BS, weight_VD, fold: Fold, over: Axes = ()):
+    """Rows of the embedding by token id: ids [B, S] equal over tp -> [B, S / tp, D], each device holding V rows.
+
+    over: axes that split tp's rows further.
+    """
     tp = fold.dense.tp
-    local_BS = ids_BS - collectives.axis_index(tp) * weight_VD.shape[0]
+    local_BS = ids_BS - collectives.axis_index(tp + over) * weight_VD.shape[0]
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
     rows = weight_VD[jnp.where(mine_BS, local_BS, 0)] * mine_BS[..., None]
-    return collectives.psum_scatter(rows, tp, dim=1)
+    return collectives.psum(collectives.psum_scatter(rows, tp, dim=1), over)

@@ -5,7 +5,7 @@ folder.
 from moex.startup.derived import derive, table
 from moex.startup.folder import check_existing, write_inputs
 from moex.startup.inputs import Data, load_data
-from moex.startup.rules import balance_rules, memory_rules, routing_rules, transport_rules
+from moex.startup.rules import balance_rules, memory_rules, pipeline_rules, routing_rules, transport_rules
 
 __all__ = [
     "Data",
@@ -14,6 +14,7 @@ __all__ = [
     "derive",
     "load_data",
     "memory_rules",
+    "pipeline_rules",
     "routing_rules",
     "table",
     "transport_rules",

@@ -10,8 +10,16 @@ from moex.config import RunConfig
 from moex.layers import param
 from moex.models.flops import num_parameters, train_flops_per_token
 from moex.startup.inputs import Data
-from moex.startup.rules import balance_rules, memory_rules, precision_rules, routing_rules, transport_rules
+from moex.startup.rules import (
+    balance_rules,
+    memory_rules,
+    pipeline_rules,
+    precision_rules,
+    routing_rules,
+    transport_rules,
+)
 from moex.train.optim import cooldown_steps, rates
+from moex.train.pipelined import layout_of, schedule_of
 from moex.train.program import Program
 
 
@@ -44,6 +52,7 @@ def derive(program: Program, data: Data) -> dict[str, Any]:
         device_kind=device.device_kind,
         peak_flops=peak_flops(device.device_kind),
         mesh=program.fold.describe(),
+        pipeline=_pipeline(config, program),
         state_bytes_per_device=sum(
             x.dtype.itemsize * _size(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(program.state)
         ),
@@ -77,6 +86,7 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("balance", balance_rules(router)),
         ("compute", f"{precision_rules(config.precision)}; {memory_rules(config.memory)}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}"),
+        *([("pipeline", d["pipeline"])] if d["pipeline"] else []),
         ("transport", transport_rules(config.parallel)),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device ({_kept(config)})"),
         ("step", _step(config, d)),
@@ -96,6 +106,13 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
     lines += [("frozen", ", ".join(d["frozen"]))] if d["frozen"] else []
     entropy = f"{d['unigram_entropy']:.4f} nats a token: the loss of knowing only how frequent each token is"
     return [*lines, ("unigram entropy", entropy)]
+
+
+def _pipeline(config: RunConfig, program: Program) -> str:
+    if config.parallel.pp == 1:
+        return ""
+    placed = layout_of(config, program.decoder)
+    return pipeline_rules(placed, schedule_of(config, placed))
 
 
 def _kept(config: RunConfig) -> str:

@@ -1,6 +1,8 @@
 """What a run's settings come to, as lines for a person: routing, balance, transport, precision, memory."""
 
 from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterConfig
+from moex.pipeline.layout import Layout
+from moex.pipeline.schedules import Schedule
 from moex.precision.recipes import KINDS, resolve
 
 
@@ -54,6 +56,18 @@ def transport_rules(parallel: ParallelConfig) -> str:
     when = dict(always="", retry=" in retries", report=" REPORTED only")[parallel.echo]
     clones = f"; clones of hot experts{when}: {parallel.echo_slots} a device, above x {parallel.echo_cap:g}"
     return f"{parallel.transport}; {sizes}{clones if parallel.echo_slots else ''}"
+
+
+def pipeline_rules(placed: Layout, schedule: Schedule) -> str:
+    """Stages, and the time and memory that they cost."""
+    ranks, chunks, _ = placed.layer_PVN.shape
+    sizes = sorted({len(stage) for stage in placed.stages})
+    layers = " to ".join(map(str, sizes[:1] + sizes[1:][-1:]))
+    idle = f", {placed.idle:.1%} of slots without a layer" if placed.idle else ""
+    return (
+        f"{ranks} ranks x {chunks} stages of {layers} layers{idle}; bubble {schedule.bubble:.1%} of a rank's work; what "
+        f"{schedule.num_slots} stages keep for the backward pass"
+    )
 
 
 def precision_rules(precision: PrecisionConfig) -> str:

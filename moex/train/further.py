@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mesh import collectives
+from mesh.axes import Axes
+from mesh.collectives import of_last
 from mesh.fold import Fold
 from moex.config import RunConfig
 from moex.layers.mtp import Further, further
@@ -32,19 +34,21 @@ def totals(config: RunConfig, fold: Fold, batch):
 
 
 def further_loss(
-    config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro, hidden_BSD, totals_k, enter: Enter, **options
+    config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro, hidden_BSD, totals_k, enter: Enter,
+    *, over: Axes = (), **options,
 ):  # fmt: skip
     """(share of the step's loss, statistics of the layers): coefficient / k times the sum of the depths' mean losses.
 
-    hidden_BSD: the model's final activations.  totals_k: of `totals`, without the first.
+    hidden_BSD: the model's final activations.  totals_k: of `totals`, without the first.  over: axes that split tp's rows of
+    embedding and head further.
     """
     known = depths(config, fold, micro)
-    outputs, stats = decoder.further(params, steering, hidden_BSD, known, fold, enter, **options)
+    outputs, stats = decoder.further(params, steering, hidden_BSD, known, fold, enter, over=over, **options)
     loss = jnp.float32(0)
     for depth, one in enumerate(known):
         nll = cross_entropy_sum(
-            outputs[depth], decoder.head(params, enter), one.labels, one.mask, fold,
-            vocab_size=config.model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens,
+            of_last(outputs[depth], over), decoder.head(params, enter), one.labels, one.mask, fold,
+            vocab_size=config.model.vocab_size, chunk_tokens=config.train.loss_chunk_tokens, over=over,
         )  # fmt: skip
         loss += collectives.psum(nll, fold.dense.dp + fold.dense.cp) / totals_k[depth]
     return loss * (config.model.mtp_coefficient / config.model.mtp_depth), stats

@@ -10,10 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 from mesh import Fold, build_mesh
 from moex.config import RunConfig
 from moex.models.decoder import Decoder
+from moex.train import pipelined
 from moex.train.measure import make_measure_step
 from moex.train.optim import optimizer
+from moex.train.reading import make_eval_step, make_record_step
 from moex.train.state import TrainState, abstract_state, initial_state
-from moex.train.step import Batch, abstract_batch, batch_specs, make_eval_step, make_record_step, make_train_step
+from moex.train.step import Batch, abstract_batch, batch_specs, make_train_step
 
 
 class Program(NamedTuple):
@@ -50,7 +52,8 @@ def build(
     tx = optimizer(config.optimizer, decoder.declarations)
     state = abstract_state(config, decoder, tx, fold, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    step = make_train_step(config, decoder, tx, fold, mesh, replay=replay)
+    gradients = pipelined.loss_and_gradients if config.parallel.pp > 1 else None
+    step = make_train_step(config, decoder, tx, fold, mesh, replay=replay, gradients=gradients)
     train = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     choices = NamedSharding(mesh, batch_specs(fold, replay=True).experts)
     record = jax.jit(make_record_step(config, decoder, fold, mesh), out_shardings=choices)

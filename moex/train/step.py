@@ -100,15 +100,19 @@ def abstract_batch(config: RunConfig, fold: Fold, mesh, *, replay: bool = False)
     )
 
 
-def entering(config: RunConfig, decoder: Decoder, fold: Fold) -> Enter:
-    """(name of a part, its stored shards) -> its parameters as compute sees them; call it inside shard_map."""
-    places = param.placements(decoder.declarations, fold)
+def entering(config: RunConfig, decoder: Decoder, fold: Fold, places: Mapping | None = None) -> Enter:
+    """(name of a part, its stored shards) -> its parameters as compute sees them; call it inside shard_map.
+
+    places: where the shards lie, if not where they are stored.
+    """
+    places = places or param.placements(decoder.declarations, fold)
     dtype = jnp.dtype(config.precision.compute_dtype)
     precision = recipes_on_entry(config)
 
     def enter(name: str, shards: Mapping, high: bool = False, /) -> dict:
         recipes = Precision() if high else precision
-        return param.enter(decoder.declarations[name], places[name], shards, dtype, recipes)
+        pick = lambda tree: {part: tree[part] for part in shards}
+        return param.enter(pick(decoder.declarations[name]), pick(places[name]), shards, dtype, recipes)
 
     return enter
 
@@ -266,9 +270,12 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
 
 
 def make_train_step(
-    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh, *, replay: bool = False
-) -> Callable:
+    config: RunConfig, decoder: Decoder, tx: optax.GradientTransformation, fold: Fold, mesh, *, replay: bool = False,
+    gradients: Callable | None = None,
+) -> Callable:  # fmt: skip
     """(state, batch) -> (state, metrics); jit it with the state donated.  replay: batches bring choices of experts.
+
+    gradients: what takes the place of `loss_and_gradients`.
 
     An overflow anywhere, or a batch of another step, leaves the whole state as it was (`applied` is 0 and the step can be
     run again). Non-finite loss or gradients advance the step but leave parameters, optimizer and bias.
@@ -276,7 +283,7 @@ def make_train_step(
     specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
     scalar = PartitionSpec()
     inner = sharded(
-        loss_and_gradients(config, decoder, fold), mesh,
+        (gradients or loss_and_gradients)(config, decoder, fold), mesh,
         in_specs=(specs, scalar, batch_specs(fold, replay=replay)),
         out_specs=(specs, scalar, Sums(*[scalar] * len(Sums._fields)), scalar),
     )  # fmt: skip
@@ -339,51 +346,3 @@ def _next_bias(router: RouterConfig, bias_LE, sums: Sums):
 
 def _where(condition, new, old):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
-    """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number, overflow), over all devices.
-
-    With an overflow above 0 the sum is not to be used.
-    """
-    enter = entering(config, decoder, fold)
-
-    def run(shards: Mapping, bias_LE, batch: Batch):
-        params = entered(enter, shards)
-
-        def add(total, micro):
-            nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro)
-            overflow = jnp.int32(0) if stats is None else stats.overflow.sum()
-            return (total[0] + nll, total[1] + overflow), None
-
-        (nll, overflow), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), batch._replace(step=None))
-        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp), overflow
-
-    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=(PartitionSpec(),) * 3)
-
-
-def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
-    """(params, router_bias, batch) -> experts that the router chooses, int32 [A, B, S, L, k], as `Batch.experts` takes
-    them; `num_experts` in the places of padding.  Nothing is dropped and no noise is drawn.
-    """
-    enter = entering(config, decoder, fold)
-
-    def run(shards: Mapping, bias_LE, batch: Batch):
-        params = entered(enter, shards)
-
-        def one(_, micro: Batch):
-            tokens = Tokens(micro.segments, micro.positions, micro.index)
-            stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, record=True)[1]
-            if stats is None or stats.experts_BSk is None:
-                raise ValueError("a model without MoE layers has no choices to record")
-            return None, jnp.moveaxis(stats.experts_BSk, 0, 2)
-
-        return lax.scan(one, None, batch._replace(step=None))[1]
-
-    split = PartitionSpec(None, fold.dense.dp, fold.dense.sequence)
-    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=split)
-
-
-def _in_specs(decoder: Decoder, fold: Fold):
-    specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
-    return specs, PartitionSpec(), batch_specs(fold)

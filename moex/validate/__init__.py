@@ -7,9 +7,10 @@ from moex.validate.compute import compute_problems, precision_problems_on
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
 from moex.validate.parallel import parallel_problems
+from moex.validate.pipeline import layout_problems, pipeline_problems
 from moex.validate.training import pattern_problems, training_problems
 
-_SECTIONS = model_problems, training_problems, compute_problems, parallel_problems
+_SECTIONS = model_problems, training_problems, compute_problems, parallel_problems, pipeline_problems
 
 
 class ConfigError(ValueError):
@@ -50,7 +51,7 @@ def resolve_fold(parallel: ParallelConfig, num_devices: int) -> Fold:
 def check(config: RunConfig) -> None:
     """Everything that can be known without devices.  Raises ConfigError."""
     _raise([p for problems in _SECTIONS for p in problems(config)])
-    _raise(pattern_problems(config))
+    _raise(pattern_problems(config) + layout_problems(config))
 
 
 def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind: str = "") -> None:
@@ -65,7 +66,7 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind
         divides("train.seq_len", train.seq_len, "cp x tp", size("cp") * size("tp")),
         divides("train.seq_len", train.seq_len, "2 x cp", 2 * size("cp")) if size("cp") > 1 else "",
         divides("model.attention.num_heads", attention.num_heads, "tp", size("tp")),
-        divides("padded vocabulary", model.padded_vocab_size, "tp", size("tp")),
+        divides("padded vocabulary", model.padded_vocab_size, "tp x pp", size("tp") * size("pp")),
         divides("model.router.num_experts", model.router.num_experts, "ep", size("ep")),
         divides("model.expert_width", model.expert_width, "etp", size("etp")),
         divides("model.shared_width", model.shared_width, "tp", size("tp")),

@@ -6,8 +6,6 @@ from moex.validate.numbers import LARGEST, negative
 
 def parallel_problems(config: RunConfig) -> list[str]:
     parallel, problems = config.parallel, []
-    if parallel.pp != 1:
-        problems.append(f"parallel.pp={parallel.pp}: pipeline parallelism isn't built yet, set it to 1")
     experts, ep = config.model.router.num_experts, parallel.ep
     if ep > 0 and experts % ep:
         problems.append(

@@ -57,11 +57,14 @@ def test_every_element_is_stored_once_where_sizes_allow():
         assert got.replicated == ()
 
 
-def test_pipeline_axes_never_split_storage():
+def test_storage_is_split_over_the_pipeline_too():
+    """Within a stack of layers its axes come last: the parts of a layer that all its ranks hold make one part without it."""
     folded = fold(dict(pp=2, dp=4), dict(pp=2, edp=4))
-    got = place((64, 64), (None, None), folded)
-    assert got.zero == folded.dense.dp
-    assert got.replicated == folded.dense.pp
+    pp, dp = folded.dense.pp, folded.dense.dp
+    assert place((64, 64), (None, None), folded).zero == pp + dp
+    assert place((3, 64, 64), (None, None, None), folded, stacked_dims=1).zero == dp + pp
+    got = place((3, 2, 1), (None, None, None), folded, stacked_dims=1)
+    assert (got.zero_dim, got.zero, got.replicated) == (1, pp, dp)
 
 
 def test_a_dim_that_does_not_divide_is_refused_by_name_unless_it_may_replicate():

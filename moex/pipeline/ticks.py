@@ -1,0 +1,300 @@
+"""Runs a pipeline's schedule inside shard_map: ticks of one forward and one backward unit, sums of gradients over them.
+
+B rows of this device, S its part of a sequence, D model width, P ranks, V chunks of a rank, N slots of a chunk.
+
+Activations move one stage a tick, gradients one back, each by one permutation along a closed ring, whose last link carries
+what the last rank sends on to the first rank's next chunk. Ranks that have no unit in a tick compute all the same; a
+backward unit is masked by a cotangent of zeros, from which all gradients are exact zeros.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh import Fold, collectives
+from mesh.vma import vary, varying
+from moex.layers.moe import MoEStats
+from moex.models.pattern import Kind, Segment
+from moex.pipeline.layout import Layout
+from moex.pipeline.residuals import Piece, zeros_like
+from moex.pipeline.schedules import Does, Schedule, Units
+
+Tree = Any
+
+LOSSES = ("balance_loss", "sequence_loss", "global_loss", "z_loss")
+"""Fields of `MoEStats` through which a layer adds to the loss."""
+MAXIMA = ("load", "need")
+"""Those of which micro-batches have the most of any, not the sum."""
+
+
+class At(NamedTuple):
+    """A slot of this rank.  index: in its stack, over all chunks.  layer: its number in the model.  live: there is one."""
+
+    index: Tree
+    layer: Tree
+    live: Tree
+
+
+class Work(NamedTuple):
+    """The model's parts, on one device's shards; m is the number of a micro-batch.
+
+    ends: weights of embedding, head and further predictions.  stacks: weights [V n, ...] of this rank's slots of each stack.
+    embed: (ends, m) -> activations [B, S, D], of use to the first stage.
+    head: (ends, activations, m, sums) -> (this rank's share of the loss, sums with those of m); the activations are of use on
+      the last rank.  no_sums: what it starts with, typed as varying over the pipeline's axes.
+    layers: by kind (weights, known, (activations, seen)) -> ((activations, losses by name of `MoEStats`), it or None);
+      seen: plain choices int32 [E] of the step's earlier micro-batches in this layer.
+    known: (kind, slot, m) -> what a layer knows beside its weights.
+    seeds: by name, weights of these losses in the step's loss.
+    """
+
+    ends: Tree
+    stacks: Mapping[str, Tree]
+    embed: Callable
+    head: Callable
+    no_sums: Tree
+    no_seen: jax.Array
+    layers: Mapping[Kind, Callable]
+    known: Callable
+    seeds: Mapping[str, float]
+
+
+class Totals(NamedTuple):
+    """Over all micro-batches, on this rank.  ends, stacks: float32 gradients like the weights.  sums: of the head.  stats:
+    `MoEStats` of the slots with experts, [V n, ...], or None without any.
+    """
+
+    ends: Tree
+    stacks: dict[str, Tree]
+    sums: Tree
+    stats: MoEStats | None
+
+
+class _Carry(NamedTuple):
+    """x, dx: what arrives from the neighbours.  y: of the tick before.  rings: of each segment and layer of its period, what
+    is kept for backward units, [slots, repeats, ...].
+    """
+
+    x: jax.Array
+    dx: jax.Array
+    y: jax.Array
+    rings: tuple
+    totals: Totals
+
+
+class _Row(NamedTuple):
+    """A tick's entries of the tables."""
+
+    forward: Units
+    backward: Units
+    embed: Tree
+    embed_back: Tree
+    head: Tree
+
+
+def run(schedule: Schedule, layout: Layout, fold: Fold, work: Work, shape_BSD, dtype) -> Totals:
+    """Gradients and sums of all micro-batches.  shape_BSD, dtype: of a device's activations between layers."""
+    ticks = _Ticks(schedule, layout, fold, work, vary(jnp.zeros(shape_BSD, dtype), fold.names))
+    table = _Row(schedule.forward, schedule.backward, schedule.embed_T, schedule.embed_back_T, schedule.head_T)
+    carry = ticks.start()
+
+    def through(carry, rows, runs):
+        at = 0
+        for length, does in runs:
+            part = jax.tree.map(lambda t, at=at, length=length: t[at : at + length], rows)
+            carry, at = lax.scan(functools.partial(ticks.tick, does), carry, part)[0], at + length
+        return carry
+
+    for phase in schedule.phases:
+        end = phase.start + phase.repeats * sum(length for length, _ in phase.runs)
+        cut = lambda t, a=phase.start, b=end: jnp.asarray(t[a:b], bool if t.dtype == bool else jnp.int32)
+        rows = jax.tree.map(cut, table)
+        if phase.repeats == 1:
+            carry = through(carry, rows, phase.runs)
+        else:
+            rows = jax.tree.map(lambda t, n=phase.repeats: t.reshape(n, -1, *t.shape[1:]), rows)
+            carry = lax.scan(lambda c, r, runs=phase.runs: (through(c, r, runs), None), carry, rows)[0]
+    return carry.totals
+
+
+class _Ticks:
+    """What all ticks share."""
+
+    def __init__(self, schedule: Schedule, layout: Layout, fold: Fold, work: Work, zero_BSD):
+        self.schedule, self.layout, self.work, self.zero_BSD = schedule, layout, work, zero_BSD
+        self.pp = fold.dense.pp
+        self.rank, num_ranks = collectives.axis_index(self.pp), collectives.axis_size(self.pp)
+        self.last_chunk = layout.layer_PVN.shape[1] - 1
+        self.is_first, self.is_last = self.rank == 0, self.rank == num_ranks - 1
+        self.steps = [(i, (i + 1) % num_ranks) for i in range(num_ranks)]
+        self.layer_VN = jnp.asarray(layout.layer_PVN, jnp.int32)[self.rank]
+        kinds = dict.fromkeys(layout.slots)
+        self.pieces = {kind: Piece.of(work.layers[kind], *self._example(kind)) for kind in kinds}
+
+    def start(self) -> _Carry:
+        work, layout = self.work, self.layout
+        float32 = lambda tree: jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), tree)
+        shapes = {kind: jax.eval_shape(piece.forward, *self._example(kind)) for kind, piece in self.pieces.items()}
+        rings = tuple(
+            tuple(zeros_like(shapes[kind][2], (self.schedule.num_slots, segment.repeats)) for kind in segment.period)
+            for segment in layout.segments
+        )
+        found = next((shapes[kind][1] for kind in shapes if kind.sparse), None)
+        size = (self.last_chunk + 1) * layout.size("moe_layers")
+        stats = jax.tree.map(lambda x: vary(x, self.pp), zeros_like(found, (size,)))
+        totals = Totals(float32(work.ends), {n: float32(w) for n, w in work.stacks.items()}, work.no_sums, stats)
+        return _Carry(self.zero_BSD, self.zero_BSD, self.zero_BSD, rings, totals)
+
+    def tick(self, does: Does, carry: _Carry, row: _Row):
+        """One tick, as a scan's body."""
+        work, pp = self.work, self.pp
+        forward, backward = (jax.tree.map(lambda t: t[self.rank], units) for units in (row.forward, row.backward))
+        x, dx, y_before, rings, totals = carry
+        y = y_before
+        if does.embed:
+            starts = self.is_first & (forward.chunk == 0)
+            x = jnp.where(starts, work.embed(work.ends, row.embed), x)
+        if any(does.forward):
+            y, rings, stats = self._forward(does.forward, forward, x, rings, totals.stats)
+            totals = totals._replace(stats=stats)
+        if does.head:
+            dy, totals = self._head(y, row.head, totals)
+            dx = jnp.where(self.is_last & (backward.chunk == self.last_chunk), dy, dx)
+        if any(does.backward):
+            dx = jnp.where(backward.on, dx, jnp.zeros_like(dx))
+            dx, totals = self._backward(does.backward, backward, dx, rings, totals)
+        if does.embed_back:
+            ends = self.is_first & backward.on & (backward.chunk == 0)
+            totals = self._embed_back(jnp.where(ends, dx, jnp.zeros_like(dx)), row.embed_back, totals)
+        if pp:
+            x, dx = lax.ppermute(y, pp, self.steps), lax.ppermute(dx, pp, [(b, a) for a, b in self.steps])
+        return _Carry(x, dx, y, rings, totals), None
+
+    def _head(self, y, m, totals: Totals):
+        """The gradient of the loss by the last rank's activations; everything else is added up."""
+        loss = lambda ends, y: self.work.head(ends, y, m, totals.sums)
+        share, pull, sums = jax.vjp(loss, self.work.ends, y, has_aux=True)
+        ends, dy = pull(jnp.ones_like(share))
+        return dy, totals._replace(ends=_added(totals.ends, ends), sums=sums)
+
+    def _embed_back(self, dx, m, totals: Totals) -> Totals:
+        (ends,) = jax.vjp(lambda ends: self.work.embed(ends, m), self.work.ends)[1](dx)
+        return totals._replace(ends=_added(totals.ends, ends))
+
+    def _forward(self, does, unit: Units, x, rings, stats):
+        rings = list(rings)
+        for number, segment in enumerate(self.layout.segments):
+            if does[number]:
+                body = functools.partial(self._forward_repeat, number, segment, unit)
+                repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
+                (x, rings[number], stats), _ = lax.scan(body, (x, rings[number], stats), repeats)
+        return x, tuple(rings), stats
+
+    def _forward_repeat(self, number: int, segment: Segment, unit: Units, carry, repeat):
+        x, ring, stats = carry
+        rings = list(ring)
+        for k, kind in enumerate(segment.period):
+            at = self._at(number, segment, unit, repeat, k)
+            given = x, self._seen(kind, at, stats)
+            known = self.work.known(kind, at, unit.micro)
+            (out, _), found, kept = self.pieces[kind].forward(self._weights(kind, at), known, given)
+            x = self._where(at, out, x)
+            if found is not None:
+                stats = _with(stats, at, found, unit.on)
+            rings[k] = _write(rings[k], kept, unit.slot, repeat)
+        return (x, tuple(rings), stats), None
+
+    def _backward(self, does, unit: Units, dx, rings, totals: Totals):
+        stacks = totals.stacks
+        for number, segment in reversed(list(enumerate(self.layout.segments))):
+            if does[number]:
+                body = functools.partial(self._backward_repeat, number, segment, unit, rings[number])
+                repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
+                (dx, stacks), _ = lax.scan(body, (dx, stacks), repeats, reverse=True)
+        return dx, totals._replace(stacks=stacks)
+
+    def _backward_repeat(self, number: int, segment: Segment, unit: Units, ring, carry, repeat):
+        dx, stacks = carry
+        stacks = dict(stacks)
+        for k, kind in reversed(list(enumerate(segment.period))):
+            at, piece = self._at(number, segment, unit, repeat, k), self.pieces[kind]
+            kept, known = _read(ring[k], unit.slot, repeat), self.work.known(kind, at, unit.micro)
+            g = self._where(at, dx, jnp.zeros_like(dx)), self._seeds(kind, unit.on & at.live)
+            weights, (back, _) = piece.backward(self._weights(kind, at), known, kept, g)
+            dx = self._where(at, back, dx)
+            stacks[kind.stack] = _added_at(stacks[kind.stack], at.index, weights)
+        return (dx, stacks), None
+
+    def _at(self, number: int, segment: Segment, unit: Units, repeat, k: int) -> At:
+        before = sum(len(s.period) * s.repeats for s in self.layout.segments[:number])
+        slot, stack = before + repeat * len(segment.period) + k, segment.period[k].stack
+        index = unit.chunk * self.layout.size(stack) + jnp.asarray(self.layout.place_N, jnp.int32)[slot]
+        layer = self.layer_VN[unit.chunk, slot]
+        return At(index, jnp.maximum(layer, 0), layer >= 0)
+
+    def _where(self, at: At, of_layer, otherwise):
+        """The first where the slot holds a layer; where all do, no question is asked."""
+        return of_layer if self.layout.live_PVN.all() else jnp.where(at.live, of_layer, otherwise)
+
+    def _weights(self, kind: Kind, at: At):
+        return pick(self.work.stacks[kind.stack], at.index)
+
+    def _seen(self, kind: Kind, at: At, stats: MoEStats | None):
+        """Plain choices of the step's earlier micro-batches: those that this stage has had."""
+        return stats.plain_E[at.index] if kind.sparse and stats is not None else None
+
+    def _seeds(self, kind: Kind, on) -> dict:
+        """Cotangents of a layer's losses; zeros where it has no unit, so that its gradients are."""
+        losses = self.pieces[kind].out_like[1]
+        return {name: vary(jnp.where(on, self.work.seeds[name], 0.0), like.axes) for name, like in losses.items()}
+
+    def _example(self, kind: Kind):
+        """Arguments like those of a layer of this kind."""
+        zero = vary(jnp.int32(0), self.pp)
+        at = At(zero, zero, zero == 0)
+        seen = vary(self.work.no_seen, self.pp) if kind.sparse else None
+        return self._weights(kind, at), self.work.known(kind, at, zero), (self.zero_BSD, seen)
+
+
+def joined(before: MoEStats, more: MoEStats) -> MoEStats:
+    """Of the micro-batches of both."""
+    most = {name: jnp.maximum(getattr(before, name), getattr(more, name)) for name in MAXIMA}
+    return jax.tree.map(jnp.add, before, more)._replace(**most)
+
+
+def _with(stats: MoEStats, at: At, found: MoEStats, on) -> MoEStats:
+    """With a layer's statistics of one more micro-batch in its place."""
+    before = pick(stats, at.index)
+    put = lambda total, a, b: lax.dynamic_update_index_in_dim(total, jnp.where(on & at.live, a, b), at.index, 0)
+    return jax.tree.map(put, stats, joined(before, found), before)
+
+
+def _added(total: Tree, more: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _added_at(stack: Tree, index, more: Tree) -> Tree:
+    def add(total, one):
+        here = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, here + one.astype(total.dtype), index, 0)
+
+    return jax.tree.map(add, stack, more)
+
+
+def pick(stack: Tree, index) -> Tree:
+    """One of the slots of a stack."""
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), stack)
+
+
+def _write(ring: list, kept: list, slot, repeat) -> list:
+    put = lambda a, x: lax.dynamic_update_slice(a, x[None, None], (slot, repeat, *[jnp.int32(0)] * x.ndim))
+    return jax.tree.map(put, ring, kept)
+
+
+def _read(ring: list, slot, repeat) -> list:
+    take = lambda a: lax.dynamic_slice(a, (slot, repeat, *[jnp.int32(0)] * (a.ndim - 2)), (1, 1, *a.shape[2:]))[0, 0]
+    return jax.tree.map(take, ring)

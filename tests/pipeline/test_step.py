@@ -1,0 +1,57 @@
+"""One step over pipeline stages is the step of one device: loss, statistics, bias, every parameter's gradient."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from moex.config import MemoryConfig, ModelConfig, ParallelConfig, RunConfig
+from tests.train.folded import differences
+from tests.train.tiny import MODELS, one_step, tiny_config
+
+DEEP = {name: dataclasses.replace(model, num_layers=4) for name, model in MODELS.items()}
+DEEP["further"] = dataclasses.replace(MODELS["mla"], num_layers=3, mtp_depth=1, mtp_coefficient=0.3)
+
+
+class Staged(NamedTuple):
+    """A folding of eight devices with stages, and what else differs from the step that it is compared with."""
+
+    parallel: ParallelConfig
+    model: str = "gqa"
+    accumulation: int = 4
+    recompute: tuple[str, ...] = ()
+    skewed: bool = False
+
+    def config(self, models: Mapping[str, ModelConfig] = DEEP) -> RunConfig:
+        memory = MemoryConfig(recompute=self.recompute)
+        return tiny_config(models[self.model], accumulation=self.accumulation, parallel=self.parallel, memory=memory)
+
+
+PLAIN = ParallelConfig(pp=2, dp=2, tp=2, ep=4, transport="alltoall")
+CASES = dict(
+    plain=Staged(PLAIN),
+    interleaved=Staged(dataclasses.replace(PLAIN, virtual_pp=2)),
+    # Each layer gathers its weights in each tick; random numbers belong to a micro-batch and layer.
+    gathering=Staged(ParallelConfig(pp=4, tp=2, etp=2, zero=3), "dropping", recompute=("layer",)),
+    # A dense layer, two with experts, one that looks further: stages of two and of one, and another on all ranks.
+    further=Staged(
+        ParallelConfig(pp=2, cp=2, tp=2, edp=2, ep=2, transport="allgather", layout="Ett|tmL"),
+        "further", accumulation=2, recompute=("attention", "experts"),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_one_device(name):
+    assert not differences(CASES[name], DEEP).problems()
+
+
+@pytest.mark.slow
+def test_virtual_stages_change_no_bit():
+    plain, interleaved = (one_step(CASES[name].config(), 8) for name in ("plain", "interleaved"))
+    jax.tree.map(np.testing.assert_array_equal, plain.after, interleaved.after)
+    jax.tree.map(np.testing.assert_array_equal, plain.metrics, interleaved.metrics)
