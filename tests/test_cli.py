@@ -123,6 +123,16 @@ CONFIGURATIONS = {
     "--parallel.pp=2 --train.accumulation=2 --train.ramp-sizes 4 --train.ramp-samples 8": ["4 rows are 1 micro-batches"],
     "--parallel.pp=8 --train.accumulation=8": ["parallel.pp=8", "4 layers don't fill 8 x 1 = 8 stages"],
     "--parallel.pp=2 --parallel.layout=Ett|tL --train.accumulation=2": ["layout 'Ett|tL'", "E, 4 t, 0 m and L"],
+    "--parallel.overlap True": ["parallel.overlap has no effect without rows that travel"],
+    "--parallel.overlap True --parallel.ep=2 --parallel.transport=alltoall": ["no effect with train.accumulation=1"],
+    "--parallel.overlap True --parallel.ep=2 --parallel.transport=ragged": ["transport ragged waits", "use allgather or"],
+    "--parallel.overlap True --parallel.ep=2 --parallel.transport=alltoall --train.accumulation=2 --memory.recompute layer "
+    "--parallel.waves=2 --precision.wire=both": [
+        "memory.recompute=layer", "attention and experts", "parallel.waves=2 runs without", "precision.wire=both runs"],
+    "--parallel.overlap True --parallel.ep=2 --parallel.transport=alltoall --train.accumulation=2 --memory.stash experts": [
+        "memory.stash=experts", "use memory.recompute"],
+    "--parallel.overlap True --parallel.ep=2 --parallel.transport=alltoall --train.accumulation=2 "
+    "--parallel.echo-slots=1": ["parallel.echo_slots=1 runs without parallel.overlap only"],
     "--parallel.virtual-pp=2": ["parallel.virtual_pp=2 has no effect with parallel.pp=1"],
     "--parallel.layout=EttttL": ["parallel.layout='EttttL' has no effect with parallel.pp=1"],
     "--parallel.pp=2 --train.accumulation=2 --memory.stash experts": ["memory.stash=experts", "use memory.recompute"],

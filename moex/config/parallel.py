@@ -24,6 +24,9 @@ class ParallelConfig:
     """Dense layers: tensor parallel with sequence parallelism."""
     context: Literal["gather", "ring", "ulysses"] = "gather"
     """How context parallelism brings keys to queries: all-gather, a ring of blocks, or all-to-all of heads."""
+    overlap: bool = False
+    """Rows travel to experts and back beside computations of another micro-batch: each layer's forward pass runs with another
+    layer's backward pass. Costs the memory of one more micro-batch a stage."""
     edp: int = 0
     """Experts: data parallel."""
     ep: int = 1

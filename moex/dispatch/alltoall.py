@@ -57,22 +57,22 @@ def send(x_TD, plan: Routes, ep: Axes):
 
 
 def onward(rows_SD, plan: Routes, ep: Axes):
-    return local.send(_there(rows_SD, plan, ep), plan.received)
+    return local.send(there(rows_SD, plan, ep), plan.received)
 
 
 def send_pairs(weights_Tk, plan: Routes, ep: Axes):
-    return local.send_pairs(_there(local.send_pairs(weights_Tk, plan.sent)[:, None], plan, ep), plan.received)
+    return local.send_pairs(there(local.send_pairs(weights_Tk, plan.sent)[:, None], plan, ep), plan.received)
 
 
 def combine(rows_RD, plan: Routes, ep: Axes):
-    return local.combine(_back(local.combine(rows_RD, plan.received), plan, ep), plan.sent)
+    return local.combine(back(local.combine(rows_RD, plan.received), plan, ep), plan.sent)
 
 
 def _exchange(x, ep: Axes):
     return collectives.all_to_all(x, ep, split_dim=0, concat_dim=0)
 
 
-def _there(x_RD, plan: Routes, ep: Axes):
+def there(x_RD, plan: Routes, ep: Axes):
     """Slots of this device -> slots that arrive, direct ones first."""
     if not plan.extra:
         return _exchange(x_RD, ep)
@@ -82,7 +82,7 @@ def _there(x_RD, plan: Routes, ep: Axes):
     return jnp.concatenate([_exchange(x_RD[:cells], ep), onward])
 
 
-def _back(x_RD, plan: Routes, ep: Axes):
+def back(x_RD, plan: Routes, ep: Axes):
     """The same way back."""
     if not plan.extra:
         return _exchange(x_RD, ep)

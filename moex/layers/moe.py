@@ -13,6 +13,7 @@ from mesh import collectives
 from mesh.fold import Fold
 from moex import balance
 from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConfig, RouterConfig
+from moex.dispatch import legs
 from moex.layers import passage
 from moex.layers.experts import Experts
 from moex.layers.mlp import MLP
@@ -116,8 +117,51 @@ class MoE(nnx.Module):
 
         Returns: activations, statistics, and the stash as it is after this layer.
         """
-        config, axes = self.router_config, fold.dense.tokens
-        steering = Steering.of(steering)
+        routed = self._routed(x_BSD, Steering.of(steering), segments_BS, index_BS, fold, training)
+        way = self._way(x_BSD.shape, fold, dropping=training and self.router_config.capacity_factor > 0)
+        y_TD, account, stash = passage.through_experts(
+            self.experts, routed.x_TD, routed.weights_Tk, routed.copies, fold, way, stash, checkpoint_experts
+        )
+        y_BSD = self._projected_back(y_TD).reshape(x_BSD.shape)
+        stats = self._stats(routed, account, x_BSD.shape, fold, record=record)
+        return self.with_shared(y_BSD, self.shared_result(x_BSD, fold)), stats, stash
+
+    def depart(self, x_BSD, steering, segments_BS, index_BS, fold: Fold) -> tuple[passage.Departed, MoEStats]:
+        """The block in training up to where rows travel, see `passage.depart`; arguments as for `run`."""
+        routed = self._routed(x_BSD, Steering.of(steering), segments_BS, index_BS, fold, True)
+        way = self._way(x_BSD.shape, fold, dropping=self.router_config.capacity_factor > 0)
+        departed = passage.depart(routed.x_TD, routed.weights_Tk, routed.copies, fold, way)
+        return departed, self._stats(routed, departed.account, x_BSD.shape, fold, record=False)
+
+    def at_experts(self, rows, weights_R, plan, checkpoint_experts):
+        """What has arrived -> what goes back, see `passage.at_experts`."""
+        return passage.at_experts(self.experts, rows, weights_R, plan, checkpoint_experts)
+
+    def land(self, rows, plan, shape_BSD, fold: Fold):
+        """What came back -> the block's result without the shared expert's."""
+        with jax.named_scope("combine"):
+            y_TD = legs.land(rows, plan, fold)
+        return self._projected_back(y_TD).reshape(shape_BSD)
+
+    def shared_result(self, x_BSD, fold: Fold):
+        """The shared expert's, or None without one."""
+        if not hasattr(self, "shared"):
+            return None
+        with jax.named_scope("shared_expert"):
+            shared_BSD = self.shared(x_BSD, fold)
+            if hasattr(self, "shared_gate"):
+                shared_BSD *= jax.nn.sigmoid(x_BSD @ self.shared_gate[...])[..., None]
+            return shared_BSD
+
+    @staticmethod
+    def with_shared(y_BSD, shared_BSD):
+        return y_BSD if shared_BSD is None else y_BSD + shared_BSD
+
+    def _projected_back(self, y_TD):
+        return y_TD @ self.latent_up[...] if hasattr(self, "latent_up") else y_TD
+
+    def _routed(self, x_BSD, steering: Steering, segments_BS, index_BS, fold: Fold, training: bool) -> "_Routed":
+        config = self.router_config
         if index_BS is None:
             index_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
         x_TD, real_T = x_BSD.reshape(-1, x_BSD.shape[-1]), segments_BS.reshape(-1) > 0
@@ -126,35 +170,26 @@ class MoE(nnx.Module):
             valid_Tk = real_T[:, None] & balance.is_expert(routing.experts_Tk, config.num_experts)
             wanted_Tk = jnp.where(valid_Tk, routing.experts_Tk, config.num_experts)
             weights_Tk = routing.weights_Tk
-            if dropping := training and config.capacity_factor > 0:
+            if training and config.capacity_factor > 0:
                 wanted_Tk, weights_Tk = self._drop(wanted_Tk, weights_Tk, index_BS, fold)
             statistics = self._statistics(logits_TE, real_T, routing, steering, segments_BS, fold, training)
         copies = passage.copies(self.experts, wanted_Tk, config.num_experts, fold, self.parallel)
-        latent = hasattr(self, "latent_down")
-        y_TD, account, stash = passage.through_experts(
-            self.experts, x_TD @ self.latent_down[...] if latent else x_TD, weights_Tk, copies, fold,
-            self._way(x_BSD.shape, fold, dropping=dropping), stash, checkpoint_experts,
-        )  # fmt: skip
-        y_TD = y_TD @ self.latent_up[...] if latent else y_TD
-        y_BSD = y_TD.reshape(x_BSD.shape)
-        lost = real_T[:, None] & (wanted_Tk == config.num_experts)
-        stats = MoEStats(
-            **statistics,
-            gates_E=collectives.psum(_gate_mass(wanted_Tk, weights_Tk, config.num_experts), axes),
+        x_TD = x_TD @ self.latent_down[...] if hasattr(self, "latent_down") else x_TD
+        return _Routed(x_TD, real_T, wanted_Tk, weights_Tk, copies, statistics)
+
+    def _stats(self, routed: "_Routed", account, shape_BSD, fold: Fold, *, record: bool) -> MoEStats:
+        axes, num_experts = fold.dense.tokens, self.router_config.num_experts
+        lost = routed.real_T[:, None] & (routed.wanted_Tk == num_experts)
+        return MoEStats(
+            **routed.statistics,
+            gates_E=collectives.psum(_gate_mass(routed.wanted_Tk, routed.weights_Tk, num_experts), axes),
             overflow=collectives.psum(account.overflow, axes),
             dropped=collectives.psum(lost.sum(dtype=jnp.int32), axes),
-            clones=collectives.psum(copies.clones, axes),
-            load=collectives.pmax(copies.load, axes),
+            clones=collectives.psum(routed.copies.clones, axes),
+            load=collectives.pmax(routed.copies.load, axes),
             need=collectives.pmax(account.need, axes),
-            experts_BSk=wanted_Tk.reshape(*x_BSD.shape[:2], -1) if record else None,
+            experts_BSk=routed.wanted_Tk.reshape(*shape_BSD[:2], -1) if record else None,
         )
-        if hasattr(self, "shared"):
-            with jax.named_scope("shared_expert"):
-                shared_BSD = self.shared(x_BSD, fold)
-                if hasattr(self, "shared_gate"):
-                    shared_BSD *= jax.nn.sigmoid(x_BSD @ self.shared_gate[...])[..., None]
-                y_BSD += shared_BSD
-        return y_BSD, stats, stash
 
     def empty_stash(self, matrices, shape_BSD, dtype, fold: Fold) -> Stash:
         """What the first of the model's MoE layers is given, for activations of this shape and dtype in training.
@@ -235,6 +270,19 @@ class MoE(nnx.Module):
             not_finite=collectives.psum(bad_T.sum(dtype=jnp.int32), axes),
             offsets_E=offsets_E,
         )
+
+
+class _Routed(NamedTuple):
+    """x_TD: as experts take them.  wanted_Tk: int32, the expert of each pair, E for nobody.  statistics: fields of `MoEStats`
+    that the router decides.
+    """
+
+    x_TD: jax.Array
+    real_T: jax.Array
+    wanted_Tk: jax.Array
+    weights_Tk: jax.Array
+    copies: passage.Copies
+    statistics: dict
 
 
 def _gate_mass(experts_Tk, weights_Tk, num_experts: int):

@@ -95,6 +95,19 @@ def named_map(function, tree: Mapping, *rest):
     return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_declaration)
 
 
+def within(tree: Mapping, part: Mapping) -> dict:
+    """Of a nested dict what another has the names of."""
+    return {
+        name: within(tree[name], inner) if isinstance(inner, Mapping) else tree[name] for name, inner in part.items()
+    }
+
+
+def laid_over(tree: Mapping, part: Mapping) -> dict:
+    """A nested dict with another's values in the places that it has."""
+    over = lambda name, inner: laid_over(tree[name], inner) if isinstance(inner, Mapping) else inner
+    return dict(tree) | {name: over(name, inner) for name, inner in part.items()}
+
+
 def abstract(tree: Mapping) -> dict:
     """Global shapes and dtypes of the parameters."""
     return tree_map(lambda d: jax.ShapeDtypeStruct(d.full_shape, jnp.float32), tree)

@@ -18,6 +18,7 @@ from mesh.fold import Fold
 from moex import balance, dispatch
 from moex.balance import echo
 from moex.config import ParallelConfig
+from moex.dispatch import legs
 from moex.layers import wire
 from moex.layers.experts import Experts
 from moex.memory import stash as stashing
@@ -144,7 +145,7 @@ def through_experts(
     with jax.named_scope("dispatch"):
         rows = _rows(x_TD, weights_Tk, plan, fold, way)
     run, ints = _apply(experts), (plan.sizes_e,)
-    account = Account(plan.overflow, jnp.append(dispatch.relative_need(plan, weights_Tk.size, fold), 0))
+    account = _account(plan, weights_Tk, fold)
     with jax.named_scope("experts"):
         if stash is None:
             out_RD = checkpoint(lambda rows: run(ints, rows, copies.matrices))(rows)
@@ -155,6 +156,41 @@ def through_experts(
     with jax.named_scope("combine"):
         y_TD = wire.combine(way.parallel.transport, out_RD, plan, fold, way.precision.wire_gradients)
     return y_TD, account, stash
+
+
+class Departed(NamedTuple):
+    """rows: what this device sends.  weights_R: float32, the router's, one for each of the experts' rows."""
+
+    rows: jax.Array
+    weights_R: jax.Array
+    plan: dispatch.Plan
+    account: Account
+
+
+def depart(x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way) -> Departed:
+    """`through_experts` up to where rows travel; `legs.travel`, `at_experts`, `legs.travel_home`, `legs.land` are the rest.
+
+    For transports of `legs.IN_LEGS`, in the compute dtype, without stash and waves.
+    """
+    plan = _plan(copies.chosen_Tk, copies.number, fold, way)
+    with jax.named_scope("dispatch"):
+        weights_R = dispatch.send_pairs(way.parallel.transport, weights_Tk, plan, fold)
+        return Departed(legs.depart(x_TD, plan, fold), weights_R, plan, _account(plan, weights_Tk, fold))
+
+
+def at_experts(experts: Experts, rows, weights_R, plan, checkpoint: Callable):
+    """What has arrived -> what goes back.  checkpoint: as for `through_experts`."""
+    with jax.named_scope("dispatch"):
+        rows_RD = legs.arrive(rows, plan)
+    run = _apply(experts)
+    with jax.named_scope("experts"):
+        out_RD = checkpoint(lambda rows: run((plan.sizes_e,), rows, experts.matrices()))((rows_RD, weights_R))
+    with jax.named_scope("combine"):
+        return legs.leave(out_RD, plan)
+
+
+def _account(plan, weights_Tk, fold: Fold) -> Account:
+    return Account(plan.overflow, jnp.append(dispatch.relative_need(plan, weights_Tk.size, fold), 0))
 
 
 def _apply(experts: Experts) -> Callable:

@@ -71,9 +71,7 @@ class Layer(nnx.Module):
 
         options: `training`, `record`, see `MoE`.
         """
-        with jax.named_scope("attention"):
-            attend = lambda x: self.attention(self.attention_norm(x), tokens, fold)
-            x_BSD += recomputed("attention", self.recompute)(attend)(x_BSD)
+        x_BSD = self._attended(x_BSD, tokens, fold)
         if not self.sparse:
             with jax.named_scope("mlp"):
                 mlp = lambda x: self.mlp(self.ffn_norm(x), fold)
@@ -84,6 +82,31 @@ class Layer(nnx.Module):
             moe = lambda x, stash: self.moe.run(self.ffn_norm(x), stash, steering, segments_BS, fold, **options)
             y_BSD, stats, stash = recomputed("moe", self.recompute)(moe)(x_BSD, stash)
             return x_BSD + y_BSD, stash, stats
+
+    def _attended(self, x_BSD, tokens: Tokens, fold: Fold):
+        with jax.named_scope("attention"):
+            attend = lambda x: self.attention(self.attention_norm(x), tokens, fold)
+            return x_BSD + recomputed("attention", self.recompute)(attend)(x_BSD)
+
+    def depart(self, x_BSD, steering: Steering, tokens: Tokens, fold: Fold):
+        """A sparse layer in training up to where rows travel: (`passage.Departed`, what `land` adds them to, `MoEStats`)."""
+        x_BSD = self._attended(x_BSD, tokens, fold)
+        with jax.named_scope("moe"):
+            segments_BS, index_BS = own_part(tokens.segments, fold), own_part(tokens.index, fold)
+            normed_BSD = self.ffn_norm(x_BSD)
+            departed, stats = self.moe.depart(normed_BSD, steering, segments_BS, index_BS, fold)
+            return departed, (x_BSD, self.moe.shared_result(normed_BSD, fold)), stats
+
+    def at_experts(self, rows, weights_R, plan):
+        """What has arrived -> what goes back."""
+        with jax.named_scope("moe"):
+            return self.moe.at_experts(rows, weights_R, plan, recomputed("experts", self.recompute))
+
+    def land(self, rows, plan, beside, fold: Fold):
+        """What came back -> the layer's result.  beside: of `depart`."""
+        x_BSD, shared_BSD = beside
+        with jax.named_scope("moe"):
+            return x_BSD + self.moe.with_shared(self.moe.land(rows, plan, x_BSD.shape, fold), shared_BSD)
 
 
 class FurtherLayer(nnx.Module):

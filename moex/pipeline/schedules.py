@@ -45,7 +45,7 @@ class Phase(NamedTuple):
 
 class Schedule(NamedTuple):
     """embed_T, embed_back_T, head_T: micro-batch whose tokens the first stage embeds, whose embedding's gradient is taken,
-    and whose loss is.  num_slots: slots for residuals of units, of each rank.
+    and whose loss is.  num_slots: slots for residuals of units, of each rank.  delay: see `one_f_one_b`.
     """
 
     forward: Units
@@ -55,6 +55,7 @@ class Schedule(NamedTuple):
     head_T: np.ndarray
     phases: tuple[Phase, ...]
     num_slots: int
+    delay: int
 
     @property
     def num_ticks(self) -> int:
@@ -107,6 +108,7 @@ def one_f_one_b(
         head_T=np.roll(forward.micro[:, -1], delay),
         phases=_phases(flags, chunks * num_ranks),
         num_slots=num_slots,
+        delay=delay,
     )
 
 

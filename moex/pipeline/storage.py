@@ -28,7 +28,11 @@ def to_stages(shard, place: Placement, order_PN: np.ndarray, pp: Axes, dtype):
 
     order_PN: layer in each slot; a slot without one (-1) gets some layer's weights, which are finite.
     """
-    sent = shard.astype(dtype)[jnp.asarray(np.maximum(order_PN, 0))]
+    shard = shard.astype(dtype)
+    if _in_order(order_PN):
+        sent = shard.reshape(*order_PN.shape, *shard.shape[1:])
+    else:
+        sent = shard[jnp.asarray(np.maximum(order_PN, 0))]
     if not set(pp) & set(place.zero):
         return vary(sent, pp)[collectives.axis_index(pp)]
     return collectives.all_to_all(sent, pp, split_dim=0, concat_dim=place.zero_dim + 1)[0]
@@ -42,10 +46,15 @@ def from_stages(gradient, place: Placement, order_PN: np.ndarray, pp: Axes, num_
     rank_L, slot_L = np.array([np.argwhere(order_PN == layer)[0] for layer in range(num_layers)]).T
     if set(pp) & set(place.zero):
         home = collectives.all_to_all(gradient[None], pp, split_dim=place.zero_dim + 1, concat_dim=0)
-        return home[rank_L, slot_L]
+        return home.reshape(-1, *home.shape[2:]) if _in_order(order_PN) else home[rank_L, slot_L]
     mine_L = jnp.asarray(rank_L) == collectives.axis_index(pp)
     own = jnp.where(mine_L.reshape(-1, *[1] * (gradient.ndim - 1)), gradient[slot_L], 0)
     return collectives.psum(own, pp)
+
+
+def _in_order(order_PN: np.ndarray) -> bool:
+    """Ranks have consecutive layers, and no slot is empty."""
+    return np.array_equal(order_PN.reshape(-1), np.arange(order_PN.size))
 
 
 def rows_to_ranks(shard, place: Placement, pp: Axes, dtype):

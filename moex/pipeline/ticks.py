@@ -18,15 +18,14 @@ from jax import lax
 from mesh import Fold, collectives
 from mesh.vma import vary, varying
 from moex.layers.moe import MoEStats
-from moex.models.pattern import Kind, Segment
+from moex.models.pattern import Kind
+from moex.pipeline.chains import Chain, Cut, Given, Out, both
 from moex.pipeline.layout import Layout
-from moex.pipeline.residuals import Piece, zeros_like
+from moex.pipeline.residuals import zeros_like
 from moex.pipeline.schedules import Does, Schedule, Units
 
 Tree = Any
 
-LOSSES = ("balance_loss", "sequence_loss", "global_loss", "z_loss")
-"""Fields of `MoEStats` through which a layer adds to the loss."""
 MAXIMA = ("load", "need")
 """Those of which micro-batches have the most of any, not the sum."""
 
@@ -46,9 +45,8 @@ class Work(NamedTuple):
     embed: (ends, m) -> activations [B, S, D], of use to the first stage.
     head: (ends, activations, m, sums) -> (this rank's share of the loss, sums with those of m); the activations are of use on
       the last rank.  no_sums: what it starts with, typed as varying over the pipeline's axes.
-    layers: by kind (weights, known, (activations, seen)) -> ((activations, losses by name of `MoEStats`), it or None);
-      seen: plain choices int32 [E] of the step's earlier micro-batches in this layer.
-    known: (kind, slot, m) -> what a layer knows beside its weights.
+    chain: (kind, weights, known, given) -> a `Chain` for arguments like these.
+    known: (kind, slot, m) -> `Known`.
     seeds: by name, weights of these losses in the step's loss.
     """
 
@@ -58,7 +56,7 @@ class Work(NamedTuple):
     head: Callable
     no_sums: Tree
     no_seen: jax.Array
-    layers: Mapping[Kind, Callable]
+    chain: Callable
     known: Callable
     seeds: Mapping[str, float]
 
@@ -133,12 +131,12 @@ class _Ticks:
         self.steps = [(i, (i + 1) % num_ranks) for i in range(num_ranks)]
         self.layer_VN = jnp.asarray(layout.layer_PVN, jnp.int32)[self.rank]
         kinds = dict.fromkeys(layout.slots)
-        self.pieces = {kind: Piece.of(work.layers[kind], *self._example(kind)) for kind in kinds}
+        self.chains: dict[Kind, Chain] = {kind: work.chain(kind, *self._example(kind)) for kind in kinds}
 
     def start(self) -> _Carry:
         work, layout = self.work, self.layout
         float32 = lambda tree: jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), tree)
-        shapes = {kind: jax.eval_shape(piece.forward, *self._example(kind)) for kind, piece in self.pieces.items()}
+        shapes = {kind: jax.eval_shape(chain.forward, *self._example(kind)) for kind, chain in self.chains.items()}
         rings = tuple(
             tuple(zeros_like(shapes[kind][2], (self.schedule.num_slots, segment.repeats)) for kind in segment.period)
             for segment in layout.segments
@@ -158,15 +156,21 @@ class _Ticks:
         if does.embed:
             starts = self.is_first & (forward.chunk == 0)
             x = jnp.where(starts, work.embed(work.ends, row.embed), x)
-        if any(does.forward):
-            y, rings, stats = self._forward(does.forward, forward, x, rings, totals.stats)
+        overlaps = self.schedule.delay and any(does.forward) and any(does.backward)
+        every = range(len(self.layout.segments))
+        if any(does.forward) and not overlaps:
+            y, rings, stats = self._forward(does.forward, forward, x, rings, totals.stats, every)
             totals = totals._replace(stats=stats)
         if does.head:
-            dy, totals = self._head(y, row.head, totals)
+            dy, totals = self._head(y_before if self.schedule.delay else y, row.head, totals)
             dx = jnp.where(self.is_last & (backward.chunk == self.last_chunk), dy, dx)
         if any(does.backward):
             dx = jnp.where(backward.on, dx, jnp.zeros_like(dx))
-            dx, totals = self._backward(does.backward, backward, dx, rings, totals)
+        if overlaps:
+            y, dx, rings, totals = self._overlapped(does, forward, backward, x, dx, rings, totals)
+        elif any(does.backward):
+            dx, stacks = self._backward(does.backward, backward, dx, rings, totals.stacks, every)
+            totals = totals._replace(stacks=stacks)
         if does.embed_back:
             ends = self.is_first & backward.on & (backward.chunk == 0)
             totals = self._embed_back(jnp.where(ends, dx, jnp.zeros_like(dx)), row.embed_back, totals)
@@ -185,53 +189,107 @@ class _Ticks:
         (ends,) = jax.vjp(lambda ends: self.work.embed(ends, m), self.work.ends)[1](dx)
         return totals._replace(ends=_added(totals.ends, ends))
 
-    def _forward(self, does, unit: Units, x, rings, stats):
+    def _forward(self, does, unit: Units, x, rings, stats, segments: range):
         rings = list(rings)
-        for number, segment in enumerate(self.layout.segments):
+        for number in segments:
             if does[number]:
-                body = functools.partial(self._forward_repeat, number, segment, unit)
-                repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
+                repeats = jnp.arange(self.layout.segments[number].repeats, dtype=jnp.int32)
+                body = functools.partial(self._forward_repeat, number, unit)
                 (x, rings[number], stats), _ = lax.scan(body, (x, rings[number], stats), repeats)
         return x, tuple(rings), stats
 
-    def _forward_repeat(self, number: int, segment: Segment, unit: Units, carry, repeat):
+    def _forward_repeat(self, number: int, unit: Units, carry, repeat):
         x, ring, stats = carry
-        rings = list(ring)
-        for k, kind in enumerate(segment.period):
-            at = self._at(number, segment, unit, repeat, k)
-            given = x, self._seen(kind, at, stats)
-            known = self.work.known(kind, at, unit.micro)
-            (out, _), found, kept = self.pieces[kind].forward(self._weights(kind, at), known, given)
-            x = self._where(at, out, x)
-            if found is not None:
-                stats = _with(stats, at, found, unit.on)
-            rings[k] = _write(rings[k], kept, unit.slot, repeat)
-        return (x, tuple(rings), stats), None
+        for k, kind in enumerate(self.layout.segments[number].period):
+            at = self._at(number, unit, repeat, k)
+            found = self.chains[kind].forward(*self._forward_arguments(kind, at, unit, x, stats))
+            x, stats, kept = self._after_forward(at, unit, x, stats, found)
+            ring = _put(ring, k, _write(ring[k], kept, unit.slot, repeat))
+        return (x, ring, stats), None
 
-    def _backward(self, does, unit: Units, dx, rings, totals: Totals):
-        stacks = totals.stacks
-        for number, segment in reversed(list(enumerate(self.layout.segments))):
+    def _backward(self, does, unit: Units, dx, rings, stacks, segments: range):
+        for number in reversed(segments):
             if does[number]:
-                body = functools.partial(self._backward_repeat, number, segment, unit, rings[number])
-                repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
+                repeats = jnp.arange(self.layout.segments[number].repeats, dtype=jnp.int32)
+                body = functools.partial(self._backward_repeat, number, unit, rings[number])
                 (dx, stacks), _ = lax.scan(body, (dx, stacks), repeats, reverse=True)
-        return dx, totals._replace(stacks=stacks)
+        return dx, stacks
 
-    def _backward_repeat(self, number: int, segment: Segment, unit: Units, ring, carry, repeat):
+    def _backward_repeat(self, number: int, unit: Units, ring, carry, repeat):
         dx, stacks = carry
-        stacks = dict(stacks)
-        for k, kind in reversed(list(enumerate(segment.period))):
-            at, piece = self._at(number, segment, unit, repeat, k), self.pieces[kind]
-            kept, known = _read(ring[k], unit.slot, repeat), self.work.known(kind, at, unit.micro)
-            g = self._where(at, dx, jnp.zeros_like(dx)), self._seeds(kind, unit.on & at.live)
-            weights, (back, _) = piece.backward(self._weights(kind, at), known, kept, g)
-            dx = self._where(at, back, dx)
-            stacks[kind.stack] = _added_at(stacks[kind.stack], at.index, weights)
+        for k, kind in reversed(list(enumerate(self.layout.segments[number].period))):
+            at = self._at(number, unit, repeat, k)
+            kept = _read(ring[k], unit.slot, repeat)
+            found = self.chains[kind].backward(*self._backward_arguments(kind, at, unit, dx, kept))
+            dx, stacks = self._after_backward(kind, at, dx, stacks, found)
         return (dx, stacks), None
 
-    def _at(self, number: int, segment: Segment, unit: Units, repeat, k: int) -> At:
-        before = sum(len(s.period) * s.repeats for s in self.layout.segments[:number])
-        slot, stack = before + repeat * len(segment.period) + k, segment.period[k].stack
+    def _overlapped(self, does: Does, forward: Units, backward: Units, x, dx, rings, totals: Totals):
+        """Both units, layer by layer: a forward pass beside the backward pass that is as far from the other end.
+
+        Scans are of equal segments, so only those of the one with most layers run side by side; layers before it run their
+        forward pass first and their backward pass last, and those after it the other way round.
+        """
+        sizes = [len(s.period) * s.repeats for s in self.layout.segments]
+        main, stacks, stats = sizes.index(max(sizes)), totals.stacks, totals.stats
+        before, after = range(main), range(main + 1, len(sizes))
+        x, rings, stats = self._forward(does.forward, forward, x, rings, stats, before)
+        dx, stacks = self._backward(does.backward, backward, dx, rings, stacks, after)
+        if does.forward[main] and does.backward[main]:
+            repeats = jnp.arange(self.layout.segments[main].repeats, dtype=jnp.int32)
+            body = functools.partial(self._overlapped_repeat, main, forward, backward)
+            (x, dx, ring, stacks, stats), _ = lax.scan(body, (x, dx, rings[main], stacks, stats), repeats)
+            rings = _put(rings, main, ring)
+        else:
+            here = range(main, main + 1)
+            x, rings, stats = self._forward(does.forward, forward, x, rings, stats, here)
+            dx, stacks = self._backward(does.backward, backward, dx, rings, stacks, here)
+        x, rings, stats = self._forward(does.forward, forward, x, rings, stats, after)
+        dx, stacks = self._backward(does.backward, backward, dx, rings, stacks, before)
+        return x, dx, rings, totals._replace(stacks=stacks, stats=stats)
+
+    def _overlapped_repeat(self, number: int, forward: Units, backward: Units, carry, repeat):
+        x, dx, ring, stacks, stats = carry
+        segment = self.layout.segments[number]
+        for k, kind in enumerate(segment.period):
+            k_back, repeat_back = len(segment.period) - 1 - k, segment.repeats - 1 - repeat
+            kind_back = segment.period[k_back]
+            at, at_back = self._at(number, forward, repeat, k), self._at(number, backward, repeat_back, k_back)
+            # What is read lies in another slot than what is written: read first, and no copy of the ring is made.
+            kept, ring = lax.optimization_barrier((_read(ring[k_back], backward.slot, repeat_back), ring))
+            ahead = self.chains[kind], self._forward_arguments(kind, at, forward, x, stats)
+            behind = self.chains[kind_back], self._backward_arguments(kind_back, at_back, backward, dx, kept)
+            if isinstance(ahead[0], Cut) and isinstance(behind[0], Cut):
+                ours, theirs = both(ahead[0].forward_parts(*ahead[1]), behind[0].backward_parts(*behind[1]))
+            else:
+                ours, theirs = ahead[0].forward(*ahead[1]), behind[0].backward(*behind[1])
+            x, stats, kept = self._after_forward(at, forward, x, stats, ours)
+            dx, stacks = self._after_backward(kind_back, at_back, dx, stacks, theirs)
+            ring = _put(ring, k, _write(ring[k], kept, forward.slot, repeat))
+        return (x, dx, ring, stacks, stats), None
+
+    def _forward_arguments(self, kind: Kind, at: At, unit: Units, x, stats: MoEStats | None):
+        seen = stats.plain_E[at.index] if kind.sparse and stats is not None else None
+        return self._weights(kind, at), self.work.known(kind, at, unit.micro), Given(x, seen)
+
+    def _after_forward(self, at: At, unit: Units, x, stats, found):
+        out, more, kept = found
+        stats = stats if more is None else _with(stats, at, more, unit.on)
+        return self._where(at, out.x, x), stats, kept
+
+    def _backward_arguments(self, kind: Kind, at: At, unit: Units, dx, kept):
+        g = Out(self._where(at, dx, jnp.zeros_like(dx)), self._seeds(kind, unit.on & at.live))
+        return self._weights(kind, at), self.work.known(kind, at, unit.micro), kept, g
+
+    def _after_backward(self, kind: Kind, at: At, dx, stacks, found):
+        weights, back = found
+        stacks = stacks | {kind.stack: _added_at(stacks[kind.stack], at.index, weights)}
+        return self._where(at, back, dx), stacks
+
+    def _at(self, number: int, unit: Units, repeat, k: int) -> At:
+        before, segment = self.layout.segments[:number], self.layout.segments[number]
+        first = sum(len(s.period) * s.repeats for s in before)
+        slot, stack = first + repeat * len(segment.period) + k, segment.period[k].stack
         index = unit.chunk * self.layout.size(stack) + jnp.asarray(self.layout.place_N, jnp.int32)[slot]
         layer = self.layer_VN[unit.chunk, slot]
         return At(index, jnp.maximum(layer, 0), layer >= 0)
@@ -243,13 +301,9 @@ class _Ticks:
     def _weights(self, kind: Kind, at: At):
         return pick(self.work.stacks[kind.stack], at.index)
 
-    def _seen(self, kind: Kind, at: At, stats: MoEStats | None):
-        """Plain choices of the step's earlier micro-batches: those that this stage has had."""
-        return stats.plain_E[at.index] if kind.sparse and stats is not None else None
-
     def _seeds(self, kind: Kind, on) -> dict:
         """Cotangents of a layer's losses; zeros where it has no unit, so that its gradients are."""
-        losses = self.pieces[kind].out_like[1]
+        losses = self.chains[kind].out_like.losses
         return {name: vary(jnp.where(on, self.work.seeds[name], 0.0), like.axes) for name, like in losses.items()}
 
     def _example(self, kind: Kind):
@@ -257,7 +311,7 @@ class _Ticks:
         zero = vary(jnp.int32(0), self.pp)
         at = At(zero, zero, zero == 0)
         seen = vary(self.work.no_seen, self.pp) if kind.sparse else None
-        return self._weights(kind, at), self.work.known(kind, at, zero), (self.zero_BSD, seen)
+        return self._weights(kind, at), self.work.known(kind, at, zero), Given(self.zero_BSD, seen)
 
 
 def joined(before: MoEStats, more: MoEStats) -> MoEStats:
@@ -283,6 +337,10 @@ def _added_at(stack: Tree, index, more: Tree) -> Tree:
         return lax.dynamic_update_index_in_dim(total, here + one.astype(total.dtype), index, 0)
 
     return jax.tree.map(add, stack, more)
+
+
+def _put(items: tuple, at: int, item) -> tuple:
+    return (*items[:at], item, *items[at + 1 :])
 
 
 def pick(stack: Tree, index) -> Tree:

@@ -27,6 +27,8 @@ _COSTLY_SHARE = 0.02
 """Share of a step from which on what XLA does again is a fault."""
 _DENSE_RATIO = 2.0
 """From so many times the FLOPs of the rows that are there, pads among them, a product counts as dense."""
+_ALONE_SHARE = 0.1
+"""Share of all-to-alls' bytes that may have nothing beside them with overlap: a step's first ticks have nothing to offer."""
 _HOST = {"infeed", "outfeed", "send", "recv", "send-done", "recv-done"}
 _MODEL_VIEWS = {"tp", "cp", "ep", "etp"}
 """Views whose traffic grows with the tokens: their groups belong into an NVLink domain where they fit into one."""
@@ -54,6 +56,7 @@ def audit(
         *not_donated(_state_bytes(config, fold), step, module),
         *again(step, timeline),
         *one_after_another(timeline),
+        *overlap_given_up(config, step, timeline),
         *copies_of_state(module),
         *undeclared(timeline),
     ]
@@ -192,6 +195,22 @@ def one_after_another(timeline: Timeline) -> Iterator[Finding]:
             f"{runs:,} {kind} of {scope}, {phase}, have nothing beside them: {seconds:.3f} of {timeline.step_s:.3f} s"
         )
         yield Finding("note", "not overlapped", text, f"{c.name} {c.source}")
+
+
+def overlap_given_up(config: RunConfig, step: CompiledStep, timeline: Timeline) -> Iterator[Finding]:
+    """XLA runs all-to-alls one after another, without an error, where a step comes near the memory of its GPU."""
+    large = [
+        (e.times * c.num_bytes, c) for e, c in timeline.sent() if c.kind == "all-to-all" and c.num_bytes >= _LARGE_BYTES
+    ]
+    alone = [(sent, c) for sent, c in large if c.synchronous]
+    if not config.parallel.overlap or sum(sent for sent, _ in alone) <= _ALONE_SHARE * sum(sent for sent, _ in large):
+        return
+    _, most = max(alone, key=lambda one: one[0])
+    text = (
+        f"{len(alone)} of {len(large)} all-to-alls have nothing beside them though parallel.overlap is on, at a peak of "
+        f"{step.peak_bytes / 1e9:.1f} GB: have more computed again (memory.recompute), or take smaller micro-batches"
+    )
+    yield Finding("fault", "overlap given up", text, f"{most.name} {most.source}")
 
 
 def copies_of_state(module: Module) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from moex import dispatch
 from moex.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from moex.layers import param
 from moex.models.decoder import Decoder
+from moex.pipeline.schedules import one_f_one_b
 from moex.plan.collectives import scope_of
 from moex.plan.compiled import CompiledStep
 from moex.precision.recipes import resolve
@@ -98,15 +99,22 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     model, parallel, train = config.model, config.parallel, config.train
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     state = _state(model, parallel, config.optimizer, fold)
-    once, n, every = parallel.zero == 1, sizes(config, fold), sum(state.whole.values())
+    pp, staged = parallel.pp, parallel.pp > 1 or parallel.overlap
+    once, n = parallel.zero == 1, sizes(config, fold)
+    of_rank = {name: number if name == "mtp" else number / pp for name, number in state.whole.items()}
+    every = sum(of_rank.values())
     layers = {"moe_layers": model.num_moe_layers, "dense_layers": model.num_dense_layers}
     one_layer = max((state.whole.get(name, 0.0) / number for name, number in layers.items() if number), default=0.0)
-    gathered = every if once else one_layer + state.whole.get("ends", 0.0)
+    gathered = every if once else one_layer + of_rank.get("ends", 0.0)
     gradients = 4.0 * every if once else state.weights
-    micro = (width * every if once else gradients) if train.accumulation > 1 else 0.0
+    micro = (width * every if once else gradients) if train.accumulation > 1 and not staged else 0.0
     kept, kept_about = _kept(config, fold, n, width)
+    if staged:
+        schedule = one_f_one_b(pp, parallel.virtual_pp, train.accumulation, delay=int(parallel.overlap))
+        kept *= schedule.num_slots / (pp * parallel.virtual_pp)
+        kept_about = f"{kept_about}, of {schedule.num_slots} units of one of {pp * parallel.virtual_pp} stages"
     chunk = min(train.loss_chunk_tokens, n.tokens * fold.size(fold.dense.tp))
-    vocab = model.padded_vocab_size // fold.size(fold.dense.tp)
+    vocab = model.padded_vocab_size // fold.size(fold.dense.tp + fold.dense.pp)
     batch = 21.0 * n.tokens * fold.size(fold.dense.tp) * train.accumulation  # five int32 and a bool a token
     parts = [
         Part("master weights", state.weights, "float32, split over all devices that would repeat them"),

@@ -9,20 +9,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mesh import Fold, Placement, collectives
 from mesh.vma import vary
-from moex.config import ModelConfig, RunConfig
+from moex.config import ModelConfig, RouterConfig, RunConfig
+from moex.dispatch import legs
 from moex.layers import param
 from moex.layers.moe import MoEStats, Steering
 from moex.layers.tokens import Tokens
-from moex.models.decoder import Decoder, as_they_are, embed
+from moex.models.decoder import Decoder, Layer, as_they_are, embed
 from moex.models.pattern import Kind
 from moex.pipeline import storage, ticks
+from moex.pipeline.chains import LOSSES, Chain, Cut, Given, Known, Whole
 from moex.pipeline.layout import Layout, layout
 from moex.pipeline.residuals import zeros_like
 from moex.pipeline.schedules import Schedule, one_f_one_b
-from moex.precision.weight import is_quantised, ports, with_ports
+from moex.precision.weight import ports, with_ports
 from moex.train.further import further_loss, totals
 from moex.train.loss import cross_entropy_sum
 from moex.train.step import Batch, Sums, entering, no_sums, recipes_on_entry, steer
@@ -30,14 +33,6 @@ from moex.train.step import Batch, Sums, entering, no_sums, recipes_on_entry, st
 Tree = Any
 NOT_SPLIT = Placement((), 0, (), ())
 """Of statistics, which are equal on the devices of a stage."""
-
-
-class Known(NamedTuple):
-    """What a layer has in both passes.  codes: its weights with quantised ones, None without any."""
-
-    codes: Tree
-    tokens: Tokens
-    steering: Steering
 
 
 class HeadSums(NamedTuple):
@@ -57,7 +52,8 @@ def layout_of(config: RunConfig, decoder: Decoder) -> Layout:
 def schedule_of(config: RunConfig, placed: Layout) -> Schedule:
     """Of the run's micro-batches."""
     parallel = config.parallel
-    return one_f_one_b(parallel.pp, parallel.virtual_pp, config.train.accumulation, parts=placed.parts())
+    given = parallel.pp, parallel.virtual_pp, config.train.accumulation
+    return one_f_one_b(*given, delay=int(parallel.overlap), parts=placed.parts())
 
 
 def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Callable:
@@ -72,10 +68,8 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
 
     def run(shards, bias_LE, batch: Batch):
         weights = _Weights(config, decoder, fold, placed, shards)
-        work = _work(config, decoder, fold, weights, bias_LE, batch)
-        _, rows, seq_len = batch.ids.shape
-        shape = (rows, seq_len // fold.size(fold.dense.tp), config.model.d_model)
-        found = ticks.run(schedule, placed, fold, work, shape, jnp.dtype(config.precision.compute_dtype))
+        model = _Model(config, decoder, fold, weights, bias_LE, batch)
+        found = ticks.run(schedule, placed, fold, model.work(), model.shape_BSD, model.dtype)
         sums, loss = _sums(config, decoder, fold, placed, found)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         return weights.leave(found), loss, sums, valid
@@ -139,85 +133,100 @@ class _Weights:
         }
 
 
-def _work(config: RunConfig, decoder: Decoder, fold: Fold, weights: _Weights, bias_LE, batch: Batch) -> ticks.Work:
-    model, pp = config.model, fold.dense.pp
-    step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
-    micros = batch._replace(step=None)
-    tokens_of_losses = totals(config, fold, batch)
-    at = lambda m: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), micros)
-    dtype = jnp.dtype(config.precision.compute_dtype)
-    router, share = model.router, 1 / config.train.accumulation
-    coefficients = dict(
-        balance_loss=router.aux_coefficient, sequence_loss=router.sequence_coefficient,
-        global_loss=router.global_coefficient, z_loss=router.z_coefficient,
-    )  # fmt: skip
-    seeds = {name: value * share for name, value in coefficients.items()}
-    steering_of = lambda m, micro, seen_LE: steer(
-        config, bias_LE, micro, seen_LE=seen_LE, key=jax.random.fold_in(step_key, m)
-    )
-    router_of = jnp.asarray(_numbers(decoder), jnp.int32)
-    quantised = lambda stack: any(map(is_quantised, jax.tree.leaves(stack, is_leaf=is_quantised)))
-    codes = {name: stack if quantised(stack) else None for name, stack in weights.stacks.items()}
+class _Model:
+    """The model's parts as ticks call them, on one device's shards; m is the number of a micro-batch."""
 
-    def embedded(ends, m):
-        x_BSD = embed(at(m).ids, ends["ends"]["embedding"], fold, pp).astype(dtype)
-        return vary(x_BSD, fold.names)
+    def __init__(self, config: RunConfig, decoder: Decoder, fold: Fold, weights: "_Weights", bias_LE, batch: Batch):
+        self.config, self.decoder, self.fold, self.weights, self.bias_LE = config, decoder, fold, weights, bias_LE
+        self.router, self.pp = config.model.router, fold.dense.pp
+        self.micros = batch._replace(step=None)
+        self.step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
+        self.tokens_of_losses = totals(config, fold, batch)
+        self.dtype = jnp.dtype(config.precision.compute_dtype)
+        self.shape_BSD = batch.ids.shape[1], batch.ids.shape[2] // fold.size(fold.dense.tp), config.model.d_model
+        sparse = [kind.sparse for kind in decoder.kinds]
+        self.router_of = jnp.asarray([sum(sparse[:layer]) for layer in range(len(sparse))], jnp.int32)
+        self.seeds = {name: value / config.train.accumulation for name, value in coefficients(self.router).items()}
 
-    def known(kind: Kind, slot: ticks.At, m) -> Known:
-        micro, steering = at(m), Steering()
+    def work(self) -> ticks.Work:
+        values = {name: ports(part) for name, part in self.weights.ends.items()}
+        like_BSD = vary(jnp.zeros(self.shape_BSD, self.dtype), self.fold.names)
+        first = lambda ends, y_BSD: self.head(ends, y_BSD, jnp.int32(0), None)[1]
+        return ticks.Work(
+            ends=values,
+            stacks={name: ports(stack) for name, stack in self.weights.stacks.items()},
+            embed=self.embed,
+            head=self.head,
+            no_sums=zeros_like(jax.eval_shape(first, values, like_BSD)),
+            no_seen=jnp.zeros((self.router.num_experts,), jnp.int32),
+            chain=self.chain,
+            known=self.known,
+            seeds=self.seeds,
+        )
+
+    def micro(self, m) -> Batch:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, keepdims=False), self.micros)
+
+    def steering(self, m, micro: Batch, seen_LE=None) -> Steering:
+        return steer(self.config, self.bias_LE, micro, seen_LE=seen_LE, key=jax.random.fold_in(self.step_key, m))
+
+    def embed(self, ends, m):
+        x_BSD = embed(self.micro(m).ids, ends["ends"]["embedding"], self.fold, self.pp)
+        return vary(x_BSD.astype(self.dtype), self.fold.names)
+
+    def known(self, kind: Kind, slot: ticks.At, m) -> Known:
+        micro, steering = self.micro(m), Steering()
         if kind.sparse:
-            stacked = steering_of(m, micro, None)
-            steering = jax.tree.map(lambda x: x[router_of[slot.layer]], stacked)
-        here = ticks.pick(codes[kind.stack], slot.index)
-        return Known(here, Tokens(micro.segments, micro.positions, micro.index), steering)
+            steering = jax.tree.map(lambda x: x[self.router_of[slot.layer]], self.steering(m, micro))
+        tokens = Tokens(micro.segments, micro.positions, micro.index)
+        return Known(ticks.pick(self.weights.stacks[kind.stack], slot.index), tokens, steering)
 
-    def layer(kind: Kind) -> Callable:
-        def run(values, known: Known, given):
-            x_BSD, seen_E = given
-            part = values if known.codes is None else with_ports(known.codes, values)
-            entered = part if weights.once else weights.enter(kind.stack, part, kind.high)
-            steering = known.steering._replace(seen_E=seen_E if router.global_coefficient else None)
-            module = decoder.layer(kind, entered)
-            y_BSD, _, stats = module(x_BSD, None, steering, known.tokens, fold, training=True)
-            losses = {} if stats is None else {name: vary(getattr(stats, name), pp) for name in ticks.LOSSES}
-            return (y_BSD, losses), stats
+    def chain(self, kind: Kind, weights, known: Known, given: Given) -> Chain:
+        """Cut where rows travel, if it can be: with overlap or without, so that both have the same bits."""
 
-        return run
+        def build(values, known: Known) -> Layer:
+            part = with_ports(param.within(known.whole, values), values)
+            entered = part if self.weights.once else self.weights.enter(kind.stack, part, kind.high)
+            return self.decoder.layer(kind, param.laid_over(known.whole, entered))
 
-    def head(ends, y_BSD, m, sums: HeadSums | None):
-        micro, last = at(m), collectives.axis_index(pp) == collectives.axis_size(pp) - 1
-        params = {name: with_ports(weights.ends[name], part) for name, part in ends.items()}
+        cut = Cut if kind.sparse and can_be_cut(self.config) else Whole
+        return cut.of(build, self.fold, weights, known, given, lambda loss: vary(loss, self.pp))
+
+    def head(self, ends, y_BSD, m, sums: HeadSums | None):
+        """(the loss on the last rank, zero on the others, `HeadSums` with this micro-batch's)."""
+        config, decoder, fold, pp = self.config, self.decoder, self.fold, self.pp
+        micro, last = self.micro(m), collectives.axis_index(pp) == collectives.axis_size(pp) - 1
+        params = {name: with_ports(self.weights.ends[name], part) for name, part in ends.items()}
         hidden_BSD = decoder.final_norm(params["ends"], collectives.of_last(y_BSD, pp))
         with jax.named_scope("loss"):
             nll = cross_entropy_sum(
-                hidden_BSD, decoder.head(params), micro.labels, micro.mask, fold, vocab_size=model.vocab_size,
+                hidden_BSD, decoder.head(params), micro.labels, micro.mask, fold, vocab_size=config.model.vocab_size,
                 chunk_tokens=config.train.loss_chunk_tokens, over=pp,
             )  # fmt: skip
-            lm_loss = collectives.psum(nll, fold.dense.dp + fold.dense.cp) / tokens_of_losses[0]
+            lm_loss = collectives.psum(nll, fold.dense.dp + fold.dense.cp) / self.tokens_of_losses[0]
         loss, mtp_loss, more = lm_loss, jnp.float32(0), None
-        if model.mtp_depth:
-            steering = steering_of(m, micro, None if sums is None else _seen_by_all(model, sums))
-            given = params, steering, micro, hidden_BSD, tokens_of_losses[1:], as_they_are
+        if config.model.mtp_depth:
+            steering = self.steering(m, micro, None if sums is None else _seen_by_all(config.model, sums))
+            given = params, steering, micro, hidden_BSD, self.tokens_of_losses[1:], as_they_are
             mtp_loss, more = further_loss(config, decoder, fold, *given, over=pp, training=True)
-            loss = loss + mtp_loss + sum(seed * getattr(more, name).sum() for name, seed in seeds.items())
+            loss = loss + mtp_loss + sum(seed * getattr(more, name).sum() for name, seed in self.seeds.items())
         found = jax.tree.map(lambda x: vary(x, pp), HeadSums(lm_loss, mtp_loss, more))
         return jnp.where(last, vary(loss, pp), 0), found if sums is None else _joined(sums, found)
 
-    values = {name: ports(part) for name, part in weights.ends.items()}
-    shape_BSD = (batch.ids.shape[1], batch.ids.shape[2] // fold.size(fold.dense.tp), model.d_model)
-    example_BSD = vary(jnp.zeros(shape_BSD, dtype), fold.names)
-    no_sums = zeros_like(jax.eval_shape(lambda ends, y: head(ends, y, jnp.int32(0), None)[1], values, example_BSD))
-    return ticks.Work(
-        ends=values, stacks={name: ports(stack) for name, stack in weights.stacks.items()}, embed=embedded, head=head,
-        no_sums=no_sums, no_seen=jnp.zeros((router.num_experts,), jnp.int32),
-        layers={kind: layer(kind) for kind in dict.fromkeys(decoder.kinds)}, known=known, seeds=seeds,
+
+def can_be_cut(config: RunConfig) -> bool:
+    """Whether rows' way to experts can be taken out of a layer; `moex.validate.pipeline` asks for it where it must be."""
+    parallel = config.parallel
+    apart = parallel.transport in legs.IN_LEGS and not parallel.echo_slots and parallel.waves == 1
+    return apart and config.precision.wire == "compute" and not {"layer", "moe"} & set(config.memory.recompute)
+
+
+def coefficients(router: RouterConfig) -> dict[str, float]:
+    """Weights of a layer's losses in the step's, by their names in `MoEStats`."""
+    return dict(
+        balance_loss=router.aux_coefficient, sequence_loss=router.sequence_coefficient,
+        global_loss=router.global_coefficient, z_loss=router.z_coefficient,
     )  # fmt: skip
-
-
-def _numbers(decoder: Decoder) -> list[int]:
-    """Of each layer, how many before it have experts: its router's number, if it has one."""
-    sparse = [kind.sparse for kind in decoder.kinds]
-    return [sum(sparse[:i]) for i in range(len(sparse))]
 
 
 def _seen_by_all(model: ModelConfig, sums: HeadSums):
@@ -250,17 +259,11 @@ def _sums(
     stats = jax.tree.map(everywhere, found.stats)
     if further is not None:
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), stats, further)
-    losses = {name: getattr(stats, name).sum() * share for name in ticks.LOSSES}
-    coefficients = (
-        router.aux_coefficient,
-        router.sequence_coefficient,
-        router.global_coefficient,
-        router.z_coefficient,
-    )
+    losses = {name: getattr(stats, name).sum() * share for name in LOSSES}
     loss = lm_loss + mtp_loss
-    for factor, value in zip(coefficients, losses.values(), strict=True):
-        loss += factor * value
-    balance, sequence, all_micros, z = (value / model.num_routers for value in losses.values())
+    for name, factor in coefficients(router).items():
+        loss += factor * losses[name]
+    balance, sequence, all_micros, z = (losses[name] / model.num_routers for name in LOSSES)
     return Sums(
         lm_loss=lm_loss, mtp=mtp_loss, balance=balance, sequence=sequence, all_micros=all_micros, z=z,
         counts_LE=stats.counts_E, plain_LE=stats.plain_E, gates_LE=stats.gates_E, offsets_LE=stats.offsets_E * share,

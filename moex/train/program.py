@@ -52,7 +52,7 @@ def build(
     tx = optimizer(config.optimizer, decoder.declarations)
     state = abstract_state(config, decoder, tx, fold, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    gradients = pipelined.loss_and_gradients if config.parallel.pp > 1 else None
+    gradients = pipelined.loss_and_gradients if config.parallel.pp > 1 or config.parallel.overlap else None
     step = make_train_step(config, decoder, tx, fold, mesh, replay=replay, gradients=gradients)
     train = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     choices = NamedSharding(mesh, batch_specs(fold, replay=True).experts)

@@ -111,8 +111,8 @@ def entering(config: RunConfig, decoder: Decoder, fold: Fold, places: Mapping | 
 
     def enter(name: str, shards: Mapping, high: bool = False, /) -> dict:
         recipes = Precision() if high else precision
-        pick = lambda tree: {part: tree[part] for part in shards}
-        return param.enter(pick(decoder.declarations[name]), pick(places[name]), shards, dtype, recipes)
+        declared, places_of = (param.within(tree[name], shards) for tree in (decoder.declarations, places))
+        return param.enter(declared, places_of, shards, dtype, recipes)
 
     return enter
 

@@ -13,6 +13,7 @@ from tests.train.folded import differences
 from tests.train.tiny import MODELS, one_step, tiny_config
 
 DEEP = {name: dataclasses.replace(model, num_layers=4) for name, model in MODELS.items()}
+DEEP["three"] = dataclasses.replace(MODELS["dropping"], num_layers=3)
 DEEP["further"] = dataclasses.replace(MODELS["mla"], num_layers=3, mtp_depth=1, mtp_coefficient=0.3)
 
 
@@ -34,13 +35,19 @@ PLAIN = ParallelConfig(pp=2, dp=2, tp=2, ep=4, transport="alltoall")
 CASES = dict(
     plain=Staged(PLAIN),
     interleaved=Staged(dataclasses.replace(PLAIN, virtual_pp=2)),
-    # Each layer gathers its weights in each tick; random numbers belong to a micro-batch and layer.
-    gathering=Staged(ParallelConfig(pp=4, tp=2, etp=2, zero=3), "dropping", recompute=("layer",)),
+    overlapped=Staged(dataclasses.replace(PLAIN, overlap=True)),
+    # Each layer gathers its weights in each tick, a slot of the second stage is empty, random numbers belong to a
+    # micro-batch and layer.
+    gathering=Staged(ParallelConfig(pp=2, dp=2, tp=2, etp=2, edp=2, zero=3), "three", recompute=("layer",)),
     # A dense layer, two with experts, one that looks further: stages of two and of one, and another on all ranks.
     further=Staged(
-        ParallelConfig(pp=2, cp=2, tp=2, edp=2, ep=2, transport="allgather", layout="Ett|tmL"),
+        ParallelConfig(
+            pp=2, cp=2, tp=2, edp=2, ep=2, transport="allgather", layout="Ett|tmL", overlap=True
+        ),
         "further", accumulation=2, recompute=("attention", "experts"),
     ),
+    # One stage: a micro-batch's forward pass beside the backward pass of the one before.
+    alone=Staged(ParallelConfig(dp=4, tp=2, edp=2, ep=2, etp=2, transport="alltoall", zero=3, overlap=True)),
 )  # fmt: skip
 
 
@@ -51,7 +58,8 @@ def test_step_equals_one_device(name):
 
 
 @pytest.mark.slow
-def test_virtual_stages_change_no_bit():
-    plain, interleaved = (one_step(CASES[name].config(), 8) for name in ("plain", "interleaved"))
-    jax.tree.map(np.testing.assert_array_equal, plain.after, interleaved.after)
-    jax.tree.map(np.testing.assert_array_equal, plain.metrics, interleaved.metrics)
+@pytest.mark.parametrize("name", ["interleaved", "overlapped"])
+def test_virtual_stages_and_overlap_change_no_bit(name):
+    plain, other = (one_step(CASES[which].config(), 8) for which in ("plain", name))
+    jax.tree.map(np.testing.assert_array_equal, plain.after, other.after)
+    jax.tree.map(np.testing.assert_array_equal, plain.metrics, other.metrics)

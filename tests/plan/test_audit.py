@@ -88,6 +88,27 @@ def test_groups_that_would_fit_into_a_domain_but_cross_it():
     assert "groups of 8 over ep cross domains of 8" in found.text and "would fit" in found.text
 
 
+def test_overlap_that_xla_has_given_up():
+    """The same all-to-alls, started apart and awaited later or run at once; without the flag nobody asked for more."""
+    step = load("clean")
+    timeline = replay(parse(step.text), TARGET, DEFAULT)
+
+    def seen(synchronous, overlap=True):
+        events = {
+            name: [
+                e if e.collective is None else e._replace(collective=e.collective._replace(synchronous=synchronous))
+                for e in inside
+            ]
+            for name, inside in timeline.events.items()
+        }
+        config = RunConfig(parallel=ParallelConfig(overlap=overlap))
+        return list(audit.overlap_given_up(config, step, timeline._replace(events=events)))
+
+    (found,) = seen(True)
+    assert found.level == "fault" and "memory.recompute" in found.text and "small_step.py" in found.where
+    assert seen(False) == seen(True, overlap=False) == []
+
+
 def test_work_that_xla_does_again():
     clean = load("clean")
     again = dataclasses.replace(

@@ -17,6 +17,7 @@ from mesh import collectives
 from mesh.vma import typed, unvary
 from moex import dispatch
 from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
+from moex.dispatch import legs
 from moex.layers import blockwise, param
 from moex.layers.attention import attend
 from moex.layers.blockwise import Places, Rule
@@ -200,6 +201,20 @@ def experts():
             ),
         )
 
+    for name in legs.IN_LEGS:
+        view = EXPERT_VIEWS[name]
+        yield (
+            f"legs of {name}",
+            Case(
+                functools.partial(moved_in_legs, name),
+                whole(2, 1, D),
+                inputs,
+                expert=view,
+                exact=True,
+                communicates=True,
+            ),
+        )
+
 
 def moved(transport, fold, weights, inputs):
     """Rows to their experts, which multiply by the router's weight and one of their own, and back."""
@@ -209,6 +224,17 @@ def moved(transport, fold, weights, inputs):
     pairs = dispatch.send_pairs(transport, inputs["w"], plan, fold)
     # Each rank of a width split computes a part of the sum; a power of two keeps values exact.
     return dispatch.combine(transport, rows * pairs[:, None] / fold.size(fold.expert.etp), plan, fold)
+
+
+def moved_in_legs(transport, fold, weights, inputs):
+    """The same, part by part."""
+    if not fold.names:
+        return moved("local", fold, weights, inputs)
+    plan = dispatch.plan(transport, inputs["experts"], E, fold, align=2)
+    rows = legs.arrive(legs.travel(legs.depart(inputs["x"] * weights, plan, fold), plan, fold), plan)
+    pairs = dispatch.send_pairs(transport, inputs["w"], plan, fold)
+    back = legs.travel_home(legs.leave(rows * pairs[:, None], plan), plan, fold)
+    return legs.land(back, plan, fold)
 
 
 def routers():
@@ -246,11 +272,31 @@ def routers():
         case = module_case(module, twice_with_stash, dict(x=normal(0, B, S, D)), **over(MOE_VIEWS[name]))
         yield f"moe twice with a stash by {name}", case
 
+    inputs = dict(x=normal(0, B, S, D), segments=SEGMENTS, index=INDEX)
+    yield (
+        "moe in parts",
+        module_case(MoE(latent, ParallelConfig(transport="alltoall")), in_parts, inputs, **over(MOE_VIEWS["alltoall"])),
+    )
+
     for name, router in TRAINED.items():
         config = ModelConfig(d_model=D, expert_width=F, router=router)
         module = MoE(config, ParallelConfig(transport="alltoall"))
         inputs = dict(x=normal(0, B, S, D), segments=SEGMENTS)
         yield f"moe in training, {name}", module_case(module, trained_moe, inputs, **over(MOE_VIEWS["alltoall"]))
+
+
+def in_parts(module, inputs, fold):
+    """The block cut where rows travel."""
+    if not fold.names:
+        module.parallel = ParallelConfig()
+        y, stats = module(inputs["x"], None, inputs["segments"], fold, training=True)
+        return y, stats.balance_loss
+    departed, stats = module.depart(inputs["x"], None, inputs["segments"], inputs["index"], fold)
+    back = module.at_experts(
+        legs.travel(departed.rows, departed.plan, fold), departed.weights_R, departed.plan, lambda f: f
+    )
+    y = module.land(legs.travel_home(back, departed.plan, fold), departed.plan, inputs["x"].shape, fold)
+    return module.with_shared(y, module.shared_result(inputs["x"], fold)), stats.balance_loss
 
 
 def twice_with_stash(module, inputs, fold):
@@ -301,6 +347,11 @@ def collective_cases():
     def pmax(fold, w, i):
         return collectives.pmax(lax.stop_gradient(i["x"] * w).max(axis=0), fold.dense.dp)[None] * i["x"] * w
 
+    def of_last(fold, w, i):
+        return own(
+            shift(collectives.of_last(collectives.all_gather(i["x"] * w, fold.dense.dp, dim=0), fold.dense.dp)), fold
+        )
+
     def psum_scatter(fold, w, i):
         return collectives.psum_scatter(products(w, i), fold.dense.dp, dim=0)
 
@@ -320,7 +371,7 @@ def collective_cases():
     def reduce_replicated(fold, w, i):
         return collectives.reduce_gradient((i["x"] * w).sum(axis=0), (), fold.dense.dp, 0)[None] * i["x"]
 
-    for call in (all_gather, psum, pmax, all_to_all, gather_whole, gather_shards, reduce_replicated):
+    for call in (all_gather, psum, pmax, of_last, all_to_all, gather_whole, gather_shards, reduce_replicated):
         yield f"collective {call.__name__}", Case(call, whole(2, 1, 6), dict(x=x), exact=True, communicates=True)
     for call in (psum_scatter, reduce_gradient):
         inputs = dict(x=x, mixing=mixing)
