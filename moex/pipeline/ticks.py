@@ -255,14 +255,16 @@ class _Ticks:
             k_back, repeat_back = len(segment.period) - 1 - k, segment.repeats - 1 - repeat
             kind_back = segment.period[k_back]
             at, at_back = self._at(number, forward, repeat, k), self._at(number, backward, repeat_back, k_back)
-            # What is read lies in another slot than what is written: read first, and no copy of the ring is made.
-            kept, ring = lax.optimization_barrier((_read(ring[k_back], backward.slot, repeat_back), ring))
+            kept = _read(ring[k_back], backward.slot, repeat_back)
             ahead = self.chains[kind], self._forward_arguments(kind, at, forward, x, stats)
             behind = self.chains[kind_back], self._backward_arguments(kind_back, at_back, backward, dx, kept)
             if isinstance(ahead[0], Cut) and isinstance(behind[0], Cut):
                 ours, theirs = both(ahead[0].forward_parts(*ahead[1]), behind[0].backward_parts(*behind[1]))
             else:
                 ours, theirs = ahead[0].forward(*ahead[1]), behind[0].backward(*behind[1])
+            # What is written lies in another slot than what was read, which XLA can't know: only where all reading is over
+            # before is the ring not copied.
+            theirs, ring = lax.optimization_barrier((theirs, ring))
             x, stats, kept = self._after_forward(at, forward, x, stats, ours)
             dx, stacks = self._after_backward(kind_back, at_back, dx, stacks, theirs)
             ring = _put(ring, k, _write(ring[k], kept, forward.slot, repeat))
