@@ -1,35 +1,15 @@
 """One step over pipeline stages is the step of one device: loss, statistics, bias, every parameter's gradient."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-from moex.config import MemoryConfig, ModelConfig, ParallelConfig, RunConfig
+from moex.config import ParallelConfig
+from tests.pipeline.staged import DEEP, Staged
 from tests.train.folded import differences
-from tests.train.tiny import MODELS, one_step, tiny_config
-
-DEEP = {name: dataclasses.replace(model, num_layers=4) for name, model in MODELS.items()}
-DEEP["three"] = dataclasses.replace(MODELS["dropping"], num_layers=3)
-DEEP["further"] = dataclasses.replace(MODELS["mla"], num_layers=3, mtp_depth=1, mtp_coefficient=0.3)
-
-
-class Staged(NamedTuple):
-    """A folding of eight devices with stages, and what else differs from the step that it is compared with."""
-
-    parallel: ParallelConfig
-    model: str = "gqa"
-    accumulation: int = 4
-    recompute: tuple[str, ...] = ()
-    skewed: bool = False
-
-    def config(self, models: Mapping[str, ModelConfig] = DEEP) -> RunConfig:
-        memory = MemoryConfig(recompute=self.recompute)
-        return tiny_config(models[self.model], accumulation=self.accumulation, parallel=self.parallel, memory=memory)
-
+from tests.train.tiny import one_step
 
 PLAIN = ParallelConfig(pp=2, dp=2, tp=2, ep=4, transport="alltoall")
 CASES = dict(
