@@ -19,7 +19,7 @@ from moex.train.loss import logits
 from moex.train.placing import place_batch
 from moex.train.program import Program
 from moex.train.state import TrainState
-from moex.train.step import Batch, batch_specs, entered, entering, hidden
+from moex.train.step import Batch, batch_specs, entry, hidden
 
 
 class Scored(NamedTuple):
@@ -75,7 +75,7 @@ def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], num_rows: int, s
 def make_score_step(program: Program) -> Callable:
     """(state, batch) -> (log p of each label, whether it is the likeliest, its place in the row), [A, B, S] each."""
     config, decoder, fold = program.config, program.decoder, program.fold
-    enter, tp = entering(config, decoder, fold), program.fold.dense.tp
+    tp = fold.dense.tp
 
     def chunk(x_TD, labels_T, head_VD):
         logits_TV = logits(x_TD, head_VD, fold, vocab_size=config.model.vocab_size)
@@ -88,12 +88,12 @@ def make_score_step(program: Program) -> Callable:
         return label_T - top_T - jnp.log(total_T), label_T >= top_T
 
     def run(shards, bias_LE, batch: Batch):
-        params = entered(enter, shards)
-        head_VD = decoder.head(params)
+        params, enter = entry(config, decoder, fold, shards)
+        head_VD = decoder.head(params, enter)
 
         def one(_, micro: Batch):
             tokens = Tokens(micro.segments, micro.positions, micro.index)
-            x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens)
+            x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter)
             x_BSD = collectives.all_gather(x_BSD, tp, dim=1)
             # A row at a time: logits of all would be the largest array by far.
             rows = lax.map(lambda row: chunk(row[0], row[1], head_VD), (x_BSD, micro.labels))

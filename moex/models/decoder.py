@@ -24,6 +24,7 @@ from moex.layers.moe import MoE, MoEStats, Steering
 from moex.layers.mtp import Ahead, Further
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
+from moex.layers.recall import Memory
 from moex.layers.tokens import Tokens, own_part
 from moex.memory.recompute import recomputed
 from moex.memory.stash import Stash, sink
@@ -73,6 +74,10 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             attend = lambda x: self.attention(self.attention_norm(x), tokens, fold)
             x_BSD += recomputed("attention", self.recompute)(attend)(x_BSD)
+        return self.feed_forward(x_BSD, stash, steering, tokens, fold, **options)
+
+    def feed_forward(self, x_BSD, stash: Stash | None, steering: Steering, tokens: Tokens, fold: Fold, **options):
+        """The layer after its attention."""
         if not self.sparse:
             with jax.named_scope("mlp"):
                 mlp = lambda x: self.mlp(self.ffn_norm(x), fold)
@@ -212,6 +217,52 @@ class Decoder:
         with jax.named_scope("mtp"):
             stacked = jax.tree.map(lambda *x: jnp.stack(x), *known)
             return lax.scan(body, hidden_BSD, (params["mtp"], own, stacked))[1]
+
+    def remembering(
+        self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
+        memory: Memory | None = None,
+    ) -> tuple[jax.Array, Memory]:  # fmt: skip
+        """Final normalised activations without training, and attention's memory after these tokens.
+
+        memory: None reads whole rows, as `hidden`, and returns their own, [L, B, S, ...]; else what came before, of texts
+        whose next tokens these are, see `moex.layers.recall`.  The rest as for `hidden`.
+        """
+        ends, kept = enter("ends", params["ends"]), []
+        x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
+        layers = {name: params[name] for name in params if name.endswith("_layers")}
+        if "moe_layers" in layers:
+            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
+            layers["moe_layers"] = layers["moe_layers"], own
+
+        def body(period: tuple[Kind, ...], carry, given):
+            (x_BSD, memory), (number, layers) = carry, given
+            kept, at = [], dict.fromkeys(layers, 0)
+            for place, kind in enumerate(period):
+                mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
+                at[kind.stack] += 1
+                weights, steering = mine if kind.sparse else (mine, Steering())
+                layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
+                normed_BSD = layer.attention_norm(x_BSD)
+                if memory is None:
+                    y_BSD, own = layer.attention.read(normed_BSD, tokens, fold)
+                    kept.append(own)
+                else:
+                    y_BSD, memory = layer.attention.recall(normed_BSD, tokens, memory, number + place, fold)
+                x_BSD = layer.feed_forward(x_BSD + y_BSD, None, steering, tokens, fold)[0]
+            return (x_BSD, memory), jax.tree.map(lambda *x: jnp.stack(x), *kept) if kept else None
+
+        done, first = dict.fromkeys(layers, 0), 0
+        for segment in self._segments:
+            given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
+            numbers = first + len(segment.period) * jnp.arange(segment.repeats)
+            first += len(segment.period) * segment.repeats
+            (x_BSD, memory), found = lax.scan(
+                functools.partial(body, segment.period), (x_BSD, memory), (numbers, given)
+            )
+            kept += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
+        if memory is None:
+            memory = jax.tree.map(lambda *x: jnp.concatenate(x), *kept)
+        return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), memory
 
     def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
         """An empty one for activations like these."""

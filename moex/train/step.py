@@ -126,6 +126,12 @@ def entered(enter: Enter, shards: Mapping) -> dict:
     return {name: enter(name, part) for name, part in shards.items()}
 
 
+def entry(config: RunConfig, decoder: Decoder, fold: Fold, shards: Mapping) -> tuple[Mapping, Enter]:
+    """Parameters and the `Enter` to give with them: gathered here and now with ZeRO-1, by each layer with ZeRO-3."""
+    enter = entering(config, decoder, fold)
+    return (entered(enter, shards), as_they_are) if config.parallel.zero == 1 else (shards, enter)
+
+
 def hidden(
     config: RunConfig,
     decoder: Decoder,
@@ -226,12 +232,12 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
     ZeRO-1 gathers parameters once, sums gradients of the gathered ones over micro-batches and reduces them once; ZeRO-3
     gathers a layer's parameters where the layer runs, and reduces its gradients there.
     """
-    places, enter_part = param.placements(decoder.declarations, fold), entering(config, decoder, fold)
+    places = param.placements(decoder.declarations, fold)
 
     def run(shards, bias_LE, batch: Batch):
         once = config.parallel.zero == 1
         step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
-        params, enter = (entered(enter_part, shards), as_they_are) if once else (shards, enter_part)
+        params, enter = entry(config, decoder, fold, shards)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         tokens_of_losses = totals(config, fold, batch)
 
@@ -346,13 +352,12 @@ def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Cal
 
     With an overflow above 0 the sum is not to be used.
     """
-    enter = entering(config, decoder, fold)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
-        params = entered(enter, shards)
+        params, enter = entry(config, decoder, fold, shards)
 
         def add(total, micro):
-            nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro)
+            nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro, enter)
             overflow = jnp.int32(0) if stats is None else stats.overflow.sum()
             return (total[0] + nll, total[1] + overflow), None
 
@@ -366,14 +371,13 @@ def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> C
     """(params, router_bias, batch) -> experts that the router chooses, int32 [A, B, S, L, k], as `Batch.experts` takes
     them; `num_experts` in the places of padding.  Nothing is dropped and no noise is drawn.
     """
-    enter = entering(config, decoder, fold)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
-        params = entered(enter, shards)
+        params, enter = entry(config, decoder, fold, shards)
 
         def one(_, micro: Batch):
             tokens = Tokens(micro.segments, micro.positions, micro.index)
-            stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, record=True)[1]
+            stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter, record=True)[1]
             if stats is None or stats.experts_BSk is None:
                 raise ValueError("a model without MoE layers has no choices to record")
             return None, jnp.moveaxis(stats.experts_BSk, 0, 2)
