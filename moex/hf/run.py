@@ -21,6 +21,7 @@ from moex.hf.params import nested, targets
 from moex.hf.save import SHARD_BYTES, write_folder
 from moex.models.families import FAMILIES, family_name, from_public, to_public
 from moex.models.public import TRAINING_ONLY, flattened
+from moex.observe.jsonl import read_object
 from moex.train.program import build
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
@@ -136,9 +137,9 @@ def _public_config(config: RunConfig, origin: Path, family: str) -> tuple[dict[s
     if family and family not in FAMILIES:
         raise ConfigError(f"--family {family} is none of {', '.join(FAMILIES)}")
     if (origin / "config.json").is_file():
-        public = json.loads((origin / "config.json").read_text())
+        public = read_object(origin / "config.json")
         if not family or family == family_name(public):
-            return public, json.loads((origin / FORMATS).read_text())
+            return public, read_object(origin / FORMATS)
     longest = dict(max_position_embeddings=config.train.seq_len, dtype=config.precision.compute_dtype)
     further = dict(num_nextn_predict_layers=config.model.mtp_depth) if config.model.mtp_depth else {}
     return longest | further | to_public(config.model, family), {}

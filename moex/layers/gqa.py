@@ -55,13 +55,16 @@ class GroupedQueryAttention(nnx.Module):
             self.query_norm = RMSNorm(h, norm_eps)
             self.key_norm = RMSNorm(h, norm_eps)
 
-    def __call__(self, x_BSD, tokens: Tokens, fold: Fold):
-        return self.read(x_BSD, tokens, fold)[0]
+    def __call__(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None):
+        """meter_N: of this device's heads, see `moex.layers.attention.attend`."""
+        return self.read(x_BSD, tokens, fold, meter_N=meter_N)[0]
 
-    def read(self, x_BSD, tokens: Tokens, fold: Fold) -> tuple[jax.Array, Memory]:
+    def read(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None) -> tuple[jax.Array, Memory]:
         """The result, and what later tokens need of these: keys and values of this device's heads, [B, S / cp, K, H]."""
         q, k, v = self._project(x_BSD, tokens, fold)
-        return self._out(mix(q, k, v, tokens, fold.dense.cp, method=self.context, **self._rule), fold), (k, v)
+        return self._out(
+            mix(q, k, v, tokens, fold.dense.cp, method=self.context, meter_N=meter_N, **self._rule), fold
+        ), (k, v)
 
     def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:
         """The next token of each of S texts, in a row of its own making: see `moex.layers.recall`."""

@@ -41,14 +41,15 @@ class LatentAttention(nnx.Module):
             n, v, d_model, axes=("tp", None, None), init="output", product="attention", contracted=2
         )  # fmt: skip
 
-    def __call__(self, x_BSD, tokens: Tokens, fold: Fold):
-        return self.read(x_BSD, tokens, fold)[0]
+    def __call__(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None):
+        """meter_N: of this device's heads, see `moex.layers.attention.attend`."""
+        return self.read(x_BSD, tokens, fold, meter_N=meter_N)[0]
 
-    def read(self, x_BSD, tokens: Tokens, fold: Fold) -> tuple[jax.Array, Memory]:
+    def read(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None) -> tuple[jax.Array, Memory]:
         """The result, and what later tokens need of these: latents [B, S / cp, R] and the rotated key of all heads."""
         q, latent, shared = self._project(x_BSD, tokens, fold)
         k, v = self._keys_and_values(latent, shared)
-        mixed = mix(q, k, v, tokens, fold.dense.cp, method=self.context, **self._rule)
+        mixed = mix(q, k, v, tokens, fold.dense.cp, method=self.context, meter_N=meter_N, **self._rule)
         return self._out(mixed, fold), (latent, shared)
 
     def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:

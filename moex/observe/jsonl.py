@@ -110,8 +110,11 @@ def _object(raw: bytes, **options: Any) -> dict:
 def iter_lines(path: str | Path) -> Iterator[Line]:
     """The lines of a file in order; a torn last one is left out.
 
-    Raises: ValueError naming file and line number for every other broken line; FileNotFoundError.
+    Raises: ValueError naming file and line number for every other broken line, or a file that can't be read;
+    FileNotFoundError.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder, where a file of lines is expected")
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:

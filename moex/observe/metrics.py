@@ -40,6 +40,8 @@ STEP_FIELDS = {
 OPTIONAL_FIELDS = {
     "sequence_loss": "balance loss of each document by itself",
     "global_loss": "balance loss with the choices of the step's earlier micro-batches",
+    "mtp_loss": "share of the loss that is of multi-token prediction",
+    "max_logits": "largest attention logit of any head before the update, [L]; with QK-clip",
     "need_cell": "rows that the fullest all-to-all cell needed, in units of balanced routing",
     "need_spill": "rows that were over their cells, of one device, in units of balanced routing",
     "need_rows": "rows that the fullest expert buffer needed, in units of balanced routing",

@@ -12,8 +12,9 @@ from moex.config import RunConfig
 from moex.models.decoder import Decoder
 from moex.train.measure import make_measure_step
 from moex.train.optim import optimizer
+from moex.train.reading import make_eval_step, make_record_step
 from moex.train.state import TrainState, abstract_state, initial_state
-from moex.train.step import Batch, abstract_batch, batch_specs, make_eval_step, make_record_step, make_train_step
+from moex.train.step import Batch, abstract_batch, batch_specs, make_train_step
 
 
 class Program(NamedTuple):

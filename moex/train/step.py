@@ -24,6 +24,7 @@ from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.precision.recipes import Precision, resolve
 from moex.precision.weight import ports, with_ports
+from moex.train import qk_clip
 from moex.train.further import further_loss, totals
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate, without_frozen
@@ -53,7 +54,8 @@ class Batch(NamedTuple):
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
-    micro-batches, offsets_LE over micro-batches; counts and gates are sums; load and need are the most of any.
+    micro-batches, offsets_LE over micro-batches; counts and gates are sums; load, need and logits_LN, attention's largest
+    of all layers and heads with QK-clip, else None, are the most of any.
     """
 
     lm_loss: Leaf
@@ -72,10 +74,12 @@ class Sums(NamedTuple):
     offsets_LE: Leaf
     load: Leaf
     need: Leaf
+    logits_LN: Leaf = None
 
     def joined(self, other: "Sums") -> "Sums":
         """Of the micro-batches of both."""
-        most = {name: jnp.maximum(getattr(self, name), getattr(other, name)) for name in ("load", "need")}
+        largest = lambda name: jax.tree.map(jnp.maximum, getattr(self, name), getattr(other, name))
+        most = {name: largest(name) for name in ("load", "need", "logits_LN")}
         return jax.tree.map(jnp.add, self, other)._replace(**most)
 
 
@@ -162,21 +166,27 @@ def nll_sum(
         return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats, activations
 
 
-def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, totals, enter):
+def micro_loss(
+    config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, totals, enter, meters=qk_clip.NONE
+):
     """One micro-batch's share of the step's loss, and its `Sums`; runs inside shard_map.
 
     The language-model loss is divided by the step's global number of valid tokens (`totals`), so micro-batches and devices
     add up, and each depth of multi-token prediction by its own;
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
-    router, layers = config.model.router, config.model.num_routers
-    nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
+    router, layers, options = (
+        config.model.router,
+        config.model.num_routers,
+        dict(training=True, meters_LN=meters.layers),
+    )
+    nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, **options)
     lm_loss, mtp_loss = nll / totals[0], jnp.float32(0)
     if stats is None:
         return lm_loss, no_sums((0, router.num_experts))._replace(lm_loss=lm_loss)
     if config.model.mtp_depth:
         given = params, steering, micro, activations, totals[1:], enter
-        mtp_loss, more = further_loss(config, decoder, fold, *given, training=True)
+        mtp_loss, more = further_loss(config, decoder, fold, *given, training=True, meters_kN=meters.further)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), stats, more)
     share = 1 / config.train.accumulation
     terms = dict(
@@ -244,9 +254,11 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
         def micro_gradients(micro: Batch, number, seen_LE):
             key = jax.random.fold_in(step_key, number)
             steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
-            whole = lambda values: with_ports(params, values)
-            function = lambda p: micro_loss(config, decoder, fold, whole(p), steering, micro, tokens_of_losses, enter)
-            (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(ports(params))
+            given = steering, micro, tokens_of_losses, enter
+            function = lambda p, read: micro_loss(config, decoder, fold, with_ports(params, p), *given, read)
+            differentiated = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+            (loss, sums), (grads, read) = differentiated(ports(params), qk_clip.meters(config, fold))
+            sums = sums._replace(logits_LN=qk_clip.over_devices(read, fold))
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
         micros = batch._replace(step=None)
@@ -297,6 +309,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
+            params = qk_clip.clipped(config, params, sums.logits_LN)
         bias = state.router_bias
         if config.model.num_routers:
             bias = _next_bias(config.model.router, bias, sums)
@@ -321,6 +334,7 @@ def make_train_step(
         )  # fmt: skip
         router = config.model.router
         metrics |= dict(mtp_loss=sums.mtp) if config.model.mtp_depth else {}
+        metrics |= dict(max_logits=sums.logits_LN.max(axis=-1)) if config.optimizer.qk_clip else {}
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
         metrics |= dict(clones=sums.clones, echo_load=sums.load) if config.parallel.echo_slots else {}
@@ -345,49 +359,3 @@ def _next_bias(router: RouterConfig, bias_LE, sums: Sums):
 
 def _where(condition, new, old):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
-    """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number, overflow), over all devices.
-
-    With an overflow above 0 the sum is not to be used.
-    """
-
-    def run(shards: Mapping, bias_LE, batch: Batch):
-        params, enter = entry(config, decoder, fold, shards)
-
-        def add(total, micro):
-            nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro, enter)
-            overflow = jnp.int32(0) if stats is None else stats.overflow.sum()
-            return (total[0] + nll, total[1] + overflow), None
-
-        (nll, overflow), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), batch._replace(step=None))
-        return nll, collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp), overflow
-
-    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=(PartitionSpec(),) * 3)
-
-
-def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
-    """(params, router_bias, batch) -> experts that the router chooses, int32 [A, B, S, L, k], as `Batch.experts` takes
-    them; `num_experts` in the places of padding.  Nothing is dropped and no noise is drawn.
-    """
-
-    def run(shards: Mapping, bias_LE, batch: Batch):
-        params, enter = entry(config, decoder, fold, shards)
-
-        def one(_, micro: Batch):
-            tokens = Tokens(micro.segments, micro.positions, micro.index)
-            stats = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens, enter, record=True)[1]
-            if stats is None or stats.experts_BSk is None:
-                raise ValueError("a model without MoE layers has no choices to record")
-            return None, jnp.moveaxis(stats.experts_BSk, 0, 2)
-
-        return lax.scan(one, None, batch._replace(step=None))[1]
-
-    split = PartitionSpec(None, fold.dense.dp, fold.dense.sequence)
-    return sharded(run, mesh, in_specs=_in_specs(decoder, fold), out_specs=split)
-
-
-def _in_specs(decoder: Decoder, fold: Fold):
-    specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
-    return specs, PartitionSpec(), batch_specs(fold)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from mesh import sharded
 from moex.config import ParallelConfig, TrainConfig
 from moex.layers import param, router
-from moex.train import step
+from moex.train import reading, step
 from moex.train.program import build
 from moex.validate import resolve_fold
 from tests.quick import quick_jit
@@ -44,7 +44,7 @@ def test_an_expert_of_one_device_counts_past_two_to_the_24():
 def test_valid_tokens_are_counted_past_two_to_the_24(harness, function):
     """Of the step only the number of valid tokens is asked for, so that nothing else of so large a batch is computed."""
     program = built(harness, batch_size=8, accumulation=1, seq_len=BIG // 8 + 16)
-    evaluation = step.make_eval_step(program.config, program.decoder, program.fold, program.mesh)
+    evaluation = reading.make_eval_step(program.config, program.decoder, program.fold, program.mesh)
     run = inner(program) if function == "train" else evaluation
 
     @quick_jit
