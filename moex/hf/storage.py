@@ -46,9 +46,9 @@ def contents(file: Path) -> dict[str, Stored]:
         try:
             header = json.loads(opened.read(length))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} has a header that is no JSON: {error}") from error
+            raise ValueError(f"{file} has a header that cannot be read: {error}") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{file} has a header that is no JSON object")
+        raise ValueError(f"{file} has a header that cannot be read: no JSON object")
     entries = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     at = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
