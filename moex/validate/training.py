@@ -95,8 +95,6 @@ def optimizer_problems(config: RunConfig) -> list[str]:
     if opt.name != "muon":
         odd = [n for n in ("muon_momentum", "muon_rms") if getattr(opt, n) != getattr(OptimizerConfig, n)]
         problems += [f"optimizer.{', '.join(odd)} has no effect with name={opt.name}"] if odd else []
-    elif opt.freeze:
-        problems.append("optimizer.freeze is not built for name=muon: use adamw")
     problems += _qk_clip_problems(config)
     for name in ("beta1", "beta2", "ema_decay", "muon_momentum"):
         if not 0 <= (beta := getattr(opt, name)) < 1:
