@@ -82,7 +82,7 @@ def continuing(program: Program, num_places: int) -> Callable:
             return everywhere((tokens_S, memory, out_ST.at[:, number].set(tokens_S)))
 
         out_ST = lax.fori_loop(1, steps, step, everywhere((tokens_S, memory, out_ST)))[2]
-        return collectives.pmax(out_ST, dense.tp)  # equal already; this lets the type say so
+        return collectives.pmax(out_ST, dense.pp + dense.tp)  # equal already; this lets the type say so
 
     rows, nothing = PartitionSpec(dense.dp, dense.cp), PartitionSpec()
     specs = jax.tree.map(lambda p: p.spec, param.placements(decoder.declarations, fold))
