@@ -31,7 +31,9 @@ def free_port() -> int:
 
 def begin(folder: Path, num_devices: int, *overrides: str, **variables: str) -> subprocess.Popen:
     """Starts train.py on `num_devices` CPU devices, with variables as a launcher sets them."""
-    return start([str(ROOT / "train.py"), *SMALL, "--folder", str(folder), *overrides], num_devices, **variables)
+    preset, *usual = SMALL
+    kept = [word for flag in zip(usual[::2], usual[1::2], strict=True) if flag[0] not in overrides for word in flag]
+    return start([str(ROOT / "train.py"), preset, *kept, "--folder", str(folder), *overrides], num_devices, **variables)
 
 
 def start(command: list[str], num_devices: int, **variables: str) -> subprocess.Popen:
