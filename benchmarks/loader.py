@@ -37,7 +37,7 @@ def write_sparse(folder: Path) -> None:
     counts.tofile(folder / "train.counts")
     part = lambda kind: dict(file=f"train-00000.{kind}", sha256="not read")
     shard = dict(num_tokens=NUM_TOKENS, num_documents=len(lengths), tokens=part("tokens"), starts=part("starts"))
-    split = dict(num_bytes=0, counts=dict(file="train.counts", sha256="not read"), shards=[shard])
+    split = dict(num_bytes=NUM_TOKENS, counts=dict(file="train.counts", sha256="not read"), shards=[shard])
     tokenizer = dict(name="bytes", sha256="bytes", end=0)
     index = dict(format=1, dtype="uint16", vocab_size=VOCAB, tokenizer=tokenizer, splits=dict(train=split))
     (folder / "index.json").write_text(json.dumps(index))

@@ -12,6 +12,7 @@ import tyro
 
 from configs import GPUS, PRESETS
 from moex.config import RunConfig
+from moex.observe.jsonl import read_object
 from moex.validate import ConfigError
 
 __all__ = ["GPUS", "PRESETS", "USAGE", "Command", "dump", "fail", "load", "parse"]
@@ -80,13 +81,9 @@ def _preset(name: str) -> RunConfig:
 def load(path: str | Path) -> RunConfig:
     """A configuration from the JSON that `dump` wrote.  Unknown keys and wrong values end like a wrong flag."""
     try:
-        values = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--config {path}: not JSON, {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must hold a JSON object, not {type(values).__name__}")
+        values = read_object(Path(path))
+    except ValueError as error:
+        raise ConfigError(f"--config {error}") from error
     try:
         return _tyro(list(_flags(values)), RunConfig())
     except ConfigError as error:

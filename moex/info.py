@@ -147,9 +147,10 @@ def text(facts: Mapping[str, Any]) -> str:
         ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),
     ]
+    longest = max(map(len, f["presets"]))
     for i, (name, p) in enumerate(f["presets"].items()):
         size = f"{p['parameters'] / 1e6:>10,.1f}M {p['active_parameters'] / 1e6:>9,.1f}M a token"
-        lines.append(("" if i else "presets", f"{name:<16}{size}  {p['about']}"))
+        lines.append(("" if i else "presets", f"{name:<{longest}}  {size}  {p['about']}"))
     return "\n".join(f"{name:>16}  {line}" for name, line in lines) + "\n"
 
 

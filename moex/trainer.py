@@ -188,11 +188,12 @@ class _Loop:
         )
         facts += ("bytes_per_token",)
         self.log.event("data", unigram_entropy=derived["unigram_entropy"], **{name: derived[name] for name in facts})
+        self.log.resume(first)
+        if jax.process_index() == 0:
+            routing.supersede(Path(self.config.run_folder), first)
         if not first:
-            self.log.resume(0)
             self.log.event("start", **derived)
             return self.program.initial_state(self.checkpoints.weights(self.program.state))
-        self.log.resume(first)
         self.log.event("resume", step=first, **derived)
         self.progress.note(f"continuing after step {first}")
         # Only the first process surely has the log; all must begin with the same size.

@@ -26,7 +26,7 @@ from moex.observe.goodput import CATEGORIES, goodput, ledger
 from moex.observe.health import MAX_LOAD, judge
 from moex.observe.moe import CAUSES, layers, lost_pairs
 from moex.observe.progress import format_duration
-from moex.observe.run import Run, read_run
+from moex.observe.run import Run, as_number, read_run
 from moex.observe.tiles import find_number, key_numbers, state
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -142,8 +142,8 @@ def _routing(run: Run) -> RenderableType:
 def _events(run: Run) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for event in run.events[-_NUM_EVENTS:]:
-        moment = time.strftime("%H:%M:%S", time.gmtime(event.get("time") or 0))
-        step = event.get("step")
+        at, step = as_number(event.get("time")), as_number(event.get("step"))
+        moment = "" if at is None or not 0 <= at < 2**40 else time.strftime("%H:%M:%S", time.gmtime(at))
         table.add_row(Text(moment, style="dim"), str(event.get("kind")), "" if step is None else f"step {step:,}")
     return table
 

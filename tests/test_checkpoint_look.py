@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mesh.distributed import Start
 from moex import trainer
+from moex.checkpoint import open_step
 from moex.checkpoint.__main__ import main
 from moex.checkpoint.checksum import checksum, checksums
 from moex.checkpoint.look import verify
@@ -120,3 +121,32 @@ def test_what_is_no_run_is_named(tmp_path, capsys, command):
 def test_a_step_that_was_not_saved_is_named(run, capsys):
     assert main(["verify", str(run), "--step", "7"]) == 2
     assert "no checkpoint of step 7; it has [1, 2]" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")  # orbax warns of what it misses
+def test_a_damaged_file_is_told_and_nothing_else_is_touched(copied, capsys):
+    """Every file of the newest checkpoint gone, and cut in half; and folders that are none."""
+    files = [path for path in (copied / "checkpoints" / "2").rglob("*") if path.is_file()]
+    there = lambda: sorted(path.relative_to(copied) for path in (copied / "checkpoints").rglob("*"))
+    before = there()
+    for path in files:
+        whole = path.read_bytes()
+        for damaged in (None, whole[: len(whole) // 2]):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            codes = [main([command, str(copied)]) for command in ("ls", "show")]
+            assert set(codes) <= {0, 2}, path
+            path.write_bytes(whole)
+    assert there() == before
+    (copied / "checkpoints" / "7").mkdir()
+    (copied / "checkpoints" / "8.orbax-checkpoint-tmp-1").mkdir()
+    before = there()
+    for command in ("ls", "show", "verify"):
+        assert main([command, str(copied)]) in (0, 1, 2)
+    with pytest.raises(ValueError, match=r"step 7 cannot be read|has lost its list|holds no"):
+        open_step(copied, 7)
+    assert there() == before
+    capsys.readouterr()
+    metadata = copied / "checkpoints" / "2" / "state" / "_METADATA"
+    metadata.write_bytes(b"{")
+    with pytest.raises(ValueError, match=r"step 2 cannot be read|step 2 has lost"):
+        open_step(copied, 2)

@@ -94,8 +94,8 @@ FILES = {
     '{"model": {"d_model": "8x"}}': ["--model.d-model", "'8x'"],
     '{"model": {"d_model": null}}': ["--model.d-model", "'None'"],
     '{"model": 3}': ["unknown option --model"],
-    '{"model": ': ["not JSON"],
-    "[1]": ["must hold a JSON object, not list"],
+    '{"model": ': ["holds no JSON object"],
+    "[1]": ["holds no JSON object: a list"],
 }
 
 
@@ -268,6 +268,12 @@ CONFIGURATIONS = {
     "--precision.high-last=1": ["precision.high_first and high_last have no effect without a recipe"],
     "--precision.emulate True": ["precision.emulate has no effect without a recipe"],
     "--precision=nvfp4 --memory.stash experts": ["memory.stash: experts in nvfp4 keep codes along tokens"],
+    "--optimizer.qk-clip=-1": ["optimizer.qk_clip=-1.0 must be at least 0"],
+    "--optimizer.qk-clip=9 --optimizer.qk-clip-alpha=2": ["qk_clip_alpha=2.0 must lie between 0 and 1"],
+    "--optimizer.qk-clip-alpha=0.3": ["qk_clip_alpha=0.3 has no effect with qk_clip=0"],
+    "--optimizer.qk-clip=9 --model.attention.qk-norm=True": ["optimizer.qk_clip=9.0: qk_norm=True", "bound attention logits"],
+    "--optimizer.qk-clip=9 --model.attention.qk-norm=False --optimizer.freeze *.attention.key": [
+        "optimizer.qk_clip scales moe_layers.attention.key, which optimizer.freeze holds"],
     "--observe.sample-prompt=": ["observe.sample_prompt is empty", "set sample_tokens to 0"],
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 
 from mesh import ALONE
 from mesh.distributed import Start
-from moex import generate, trainer
+from moex import trainer
 from moex.checkpoint import open_step
 from moex.config import (
     AttentionConfig,
@@ -29,6 +29,8 @@ from moex.data import Windows, open_corpus
 from moex.evaluate import __main__ as evaluate
 from moex.evaluate.harness import harness_model
 from moex.evaluate.score import score
+from moex.generate import __main__ as generate
+from moex.generate import nucleus
 from moex.layers.tokens import Tokens, unpacked
 from moex.models.decoder import Decoder
 
@@ -142,11 +144,11 @@ def test_average_of_the_parameters_writes_otherwise(text_of):
 
 def test_nucleus_keeps_the_likeliest_that_reach_the_share():
     scores = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 0.0]]))
-    kept = lambda top_p: jnp.isfinite(generate.nucleus(scores, top_p))[0].astype(int).tolist()
+    kept = lambda top_p: jnp.isfinite(nucleus(scores, top_p))[0].astype(int).tolist()
     assert [kept(p) for p in (0.01, 0.5, 0.51, 0.75, 0.76, 0.91, 1.0)] == [
         [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1],
     ]  # fmt: skip
-    assert jnp.isfinite(generate.nucleus(scores, 0.5)).sum(axis=-1).tolist() == [1, 2, 1]
+    assert jnp.isfinite(nucleus(scores, 0.5)).sum(axis=-1).tolist() == [1, 2, 1]
 
 
 def test_a_narrow_nucleus_is_greedy_whatever_the_seed(text_of):

@@ -75,6 +75,11 @@ def test_jobset(tmp_path):
         (["slurm", "tiny"], "--gpus is missing"),
         (["slurm", "tiny", "--gpus", "h100:12"], "hosts have 8 GPUs each"),
         (["k8s", "qwen3_30b_16xh100", "--parallel.ep", "48"], "doesn't divide"),
+        (["slurm", "qwen3_30b_16xh100", "--hours", "0"], "--hours 0 must be at least 1"),
+        (["slurm", "qwen3_30b_16xh100", "--name", "a\nreboot"], "a job's name has letters"),
+        (["slurm", "qwen3_30b_16xh100", "--out", "/"], "Is a directory"),
+        (["k8s", "qwen3_30b_16xh100", "--image", "a\nb: c"], "--image"),
+        (["k8s", "qwen3_30b_16xh100", "--volume", "$(reboot)"], "--volume"),
     ],
 )
 def test_what_the_gpus_do_not_take_exits_with_2(arguments, told, capsys):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from moex.observe.metrics import TIMED
 
@@ -30,13 +31,19 @@ def free_port() -> int:
 
 def begin(folder: Path, num_devices: int, *overrides: str, **variables: str) -> subprocess.Popen:
     """Starts train.py on `num_devices` CPU devices, with variables as a launcher sets them."""
+    preset, *usual = SMALL
+    kept = [word for flag in zip(usual[::2], usual[1::2], strict=True) if flag[0] not in overrides for word in flag]
+    return start([str(ROOT / "train.py"), preset, *kept, "--folder", str(folder), *overrides], num_devices, **variables)
+
+
+def start(command: list[str], num_devices: int, **variables: str) -> subprocess.Popen:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
     }
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *SMALL, "--folder", str(folder), *overrides],
-        cwd=ROOT, env=environment | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, *command], cwd=ROOT, env=environment | variables, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
@@ -80,6 +87,22 @@ def test_two_processes_equal_one_and_continue_each_other(tmp_path):
     for a, b in zip(steps(mixed), first, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["expert_counts"] == b["expert_counts"]
+
+
+@pytest.mark.slow
+def test_two_processes_import_a_public_checkpoint(tmp_path):
+    """Each reads what its devices hold; what one process exports of it is the checkpoint, bit for bit."""
+    public, run, out = ROOT / "tests" / "goldens" / "hf" / "mixtral", tmp_path / "run", tmp_path / "out"
+    split = ["--parallel.tp=2", "--parallel.ep=4", "--parallel.transport=alltoall", "--train.batch-size=4"]
+    command, port = ["-m", "moex.hf", "import", str(public), str(run), *split], free_port()
+    running = [start(command, 2, **place(port, 2, i)) for i in range(2)]
+    outputs = [process.communicate(timeout=240)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
+    assert f"imported to {run}" in outputs[0] and "imported to" not in outputs[1]
+    export = start(["-m", "moex.hf", "export", str(run), str(out)], 1)
+    assert (export.communicate(timeout=120)[0], export.returncode)[1] == 0
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (public, out))
+    assert theirs.keys() == ours.keys() and all(theirs[name].tobytes() == ours[name].tobytes() for name in theirs)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The dashboard of a run, from its folder alone: what it says while the run goes on, when it is silent, when it is done."""
 
+import contextlib
 import io
 import json
 import time
@@ -11,6 +12,7 @@ from rich.console import Console
 from moex.observe.run import read_run
 from moex.watch import dashboard, main, sparkline
 from tests.observe.conftest import write_run
+from tests.odd import changed
 
 
 def screen(folder, later_s: float = 0.0) -> str:
@@ -48,6 +50,23 @@ def test_what_is_wrong_is_told(tmp_path):
 def test_a_dense_run_has_no_routing(tmp_path):
     shown = screen(write_run(tmp_path, change=lambda record: record.update(expert_counts=[])))
     assert "routing" not in shown and "curves" in shown
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.json"])
+def test_every_wrong_field_is_refused_or_shown(tmp_path, name):
+    """A fifth of all fields and values: a line's field may be of any kind, and any line the one."""
+    folder = write_run(tmp_path, num_steps=4)
+    lines = (folder / name).read_text().splitlines()
+    parsed = [json.loads(line) for line in lines]
+    records = parsed[-1:] if name == "metrics.jsonl" else parsed
+    broken = [new for _, new in changed(records)][::5]
+    assert len(broken) > 20
+    for new in broken:
+        written = [*parsed[: -len(records)], *new] if isinstance(new, list) else []
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in written))
+        with contextlib.suppress(ValueError):
+            run = read_run(folder)
+            Console(width=100, file=io.StringIO(), color_system=None).print(dashboard(run, 1.8e9))
 
 
 def test_sparkline():

@@ -115,7 +115,8 @@ def saved_arrays(run_folder: str | Path, step: int | None = None) -> Generator[C
             wanted: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=local)
             for part in reversed(path):
                 wanted = inside(wanted, part)
-            found = checkpointer.load(step, wanted)
+            with _told(run_folder, step):
+                found = checkpointer.load(step, wanted)
             return jax.device_get(at(found, path))
 
         yield read
@@ -137,13 +138,14 @@ def open_step(run_folder: str | Path, step: int | None = None) -> dict[str, Any]
     """A saved step as a tree of named numpy arrays, on any machine.
 
     Args: step as in the folder's name; None takes the newest.
-    Raises ValueError when the folder holds no checkpoint of that step.
+    Raises ValueError when the folder holds no checkpoint of that step, or one that cannot be read.
     """
     with reading(run_folder) as checkpointer:
         kept = about(checkpointer, step).metadata
         local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local)
-        return jax.device_get(checkpointer.load(step, jax.tree.map(shaped, kept)))
+        with _told(run_folder, step):
+            return jax.device_get(checkpointer.load(step, jax.tree.map(shaped, kept)))
 
 
 def about(checkpointer: ocp.training.Checkpointer, step: int | None) -> Any:
@@ -151,7 +153,22 @@ def about(checkpointer: ocp.training.Checkpointer, step: int | None) -> Any:
     steps = [c.step for c in checkpointer.checkpoints]
     if step is not None and step not in steps:
         raise ValueError(f"{checkpointer.directory.parent} has no checkpoint of step {step}; it has {steps}")
-    return checkpointer.metadata(step)
+    with _told(checkpointer.directory.parent, step):
+        found: Any = checkpointer.metadata(step)
+    if not isinstance(found.metadata, Mapping):
+        raise ValueError(f"{checkpointer.directory.parent}: step {step or max(steps)} has lost its list of arrays")
+    return found
+
+
+@contextlib.contextmanager
+def _told(run_folder: Any, step: int | None) -> Generator[None]:
+    """Turns what orbax raises, which depends on where a checkpoint is damaged, into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        name = "the newest checkpoint" if step is None else f"the checkpoint of step {step}"
+        text = f"{run_folder}: {name} cannot be read ({type(error).__name__}: {str(error)[:300]})"
+        raise ValueError(f"{text}; `python -m moex.checkpoint verify` looks at each") from error
 
 
 def _named(state: TrainState) -> Any:

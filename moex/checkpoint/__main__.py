@@ -65,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _list(run: Path) -> str:
     lines = []
     for one in listed(run):
-        facts = one.facts
-        where = f"{facts['processes']} processes, {facts['num_devices']} x {facts['device_kind']}, {facts['mesh']}"
+        count, devices, kind, mesh = (
+            one.facts.get(n, "?") for n in ("processes", "num_devices", "device_kind", "mesh")
+        )
+        where = f"{count} processes, {devices} x {kind}, {mesh}" if one.facts else "nothing is known of its run"
         lines.append(f"step {one.step:>8,}  {one.saved} UTC  {one.num_bytes / 2**20:10,.1f} MiB  {where}")
     return "\n".join(lines)
 

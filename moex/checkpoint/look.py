@@ -38,7 +38,8 @@ def _listed(run: Path, step: int, metadata: Any) -> Listed:
     nanoseconds = metadata.commit_timestamp_nsecs or metadata.init_timestamp_nsecs or 0
     saved = dt.datetime.fromtimestamp(nanoseconds / 1e9, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
     files = (run / "checkpoints" / str(step)).rglob("*")
-    facts = {name: value for name, value in (metadata.custom_metadata or {}).items() if name != "checksums"}
+    known = metadata.custom_metadata if isinstance(metadata.custom_metadata, dict) else {}
+    facts = {name: value for name, value in known.items() if name != "checksums"}
     return Listed(step, saved, sum(f.stat().st_size for f in files if f.is_file()), facts)
 
 
@@ -74,8 +75,8 @@ def verify(run: Path, step: int | None = None) -> Iterator[str]:
         step = max(c.step for c in checkpointer.checkpoints) if step is None else step
     try:
         tree = open_step(run, step)
-    except Exception as error:  # what a damaged file raises depends on where it is damaged
-        yield f"step {step} cannot be read: {type(error).__name__}: {str(error)[:300]}"
+    except ValueError as error:
+        yield str(error)
         return
     yield from _against_checksums(tree, (metadata.custom_metadata or {}).get("checksums"))
     yield from _against_config(tree, cli.load(config_path), step)

@@ -57,6 +57,11 @@ class OptimizerConfig:
     """muon: share of the old momentum in the new one."""
     muon_rms: float = 0.2
     """muon: root mean square of an update's elements for a learning rate of 1, about AdamW's."""
+    qk_clip: float = 0.0
+    """QK-clip: a head with attention logits above this gets smaller query and key weights after the update (Kimi K2: 100);
+    0 leaves it out."""
+    qk_clip_alpha: float = 0.5
+    """qk_clip: share of the factor, as an exponent, that queries take; keys take the rest."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 doesn't clip."""
     lr_scales: tuple[str, ...] = ()

@@ -10,7 +10,8 @@ import tyro
 
 from moex.data import open_shards
 from moex.data.documents import read_documents
-from moex.data.shards import read_index, verify
+from moex.data.index import read_index
+from moex.data.shards import verify
 from moex.data.tokenize import write_corpus
 from moex.data.tokenizers import Bytes, FromFile, Tokenizer
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(summary(command.corpus))
             return 0
         problems = list(verify(command.corpus))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(problems) if problems else f"{command.corpus}: every file is as it was written")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,8 @@ def read_documents(inputs: Iterable[Path], field: str = "text", prompt_field: st
                 )
             else:
                 yield Document(path.read_text("utf-8"), "", str(path))
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 (byte {error.start}); convert it or leave it out") from error
 
@@ -64,7 +67,9 @@ def _from_lines(path: Path, field: str, prompt_field: str) -> Iterator[Document]
             place = f"{path}, line {number}"
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except RecursionError:
+                raise ValueError(f"{place}: JSON that is nested too deeply") from None
+            except ValueError as error:
                 raise ValueError(f"{place}: not JSON ({error})") from error
             yield _document(record, field, prompt_field, place)
 
@@ -74,7 +79,11 @@ def _from_columns(path: Path, field: str, prompt_field: str) -> Iterator[Documen
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ValueError(f"{path} needs the package pyarrow: install moex-jax[data]") from error
-    with ParquetFile(path) as file:
+    try:
+        opened = ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no Parquet file: {error}") from error
+    with opened as file:
         wanted = [name for name in (field, prompt_field) if name]
         if missing := [name for name in wanted if name not in file.schema_arrow.names]:
             raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(file.schema_arrow.names)}")

@@ -126,7 +126,7 @@ def _copy(
     """Writes tokens first to first + size and what goes with them; documents begin at bounds[:-1], numbered from
     `segment`.
     """
-    stored = np.asarray(tokens.tokens[first : first + size + 1])
+    stored = tokens.read(first, first + size + 1)
     row["tokens"][:size], row["labels"][: len(stored) - 1] = stored[:size], stored[1:]
     mask = row["mask"]
     mask[:size] = True

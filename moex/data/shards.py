@@ -7,7 +7,6 @@ orbax reads (gs://, s3://, az://, hf://). V vocabulary.
 """
 
 import hashlib
-import json
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,19 +15,11 @@ from typing import Any
 import numpy as np
 
 from moex.data.corpus import Corpus, Split
+from moex.data.index import SPLITS, files_of, path_of, read_index
 from moex.data.tokenizers import Bytes, FromFile, Tokenizer
 from moex.data.tokens import Tokens
 
-INDEX, FORMAT = "index.json", 1
-SPLITS = ("train", "held_out")
 _CHUNK_BYTES = 1 << 24
-
-
-def path_of(location: str) -> Any:
-    """A local or remote path, by the library that orbax and grain use."""
-    from etils import epath  # tenths of a second
-
-    return epath.Path(location)
 
 
 class RemoteArray:
@@ -77,38 +68,15 @@ def open_shards(location: str) -> Corpus:
     return Corpus(location, train, held_out, _tokenizer(folder, index), _fingerprint(index))
 
 
-def read_index(location: str) -> dict[str, Any]:
-    """The index of a corpus.  Raises ValueError when there is none, or one of another format."""
-    path = path_of(location) / INDEX
-    if not path.exists():
-        raise ValueError(
-            f"{location} has no {INDEX}: give a folder that `python -m moex.data tokenize` has finished writing"
-        )
-    index = json.loads(path.read_text())
-    if index.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {index.get('format')!r}, this version reads {FORMAT}: tokenise again")
-    return index
-
-
 def verify(location: str) -> Iterator[str]:
     """Reads every file of a corpus and compares it with the index; yields a sentence for each that differs."""
     folder = path_of(location)
     for name, digest in files_of(read_index(location)):
         path = folder / name
-        if not path.exists():
+        if not path.is_file():
             yield f"{path} is missing"
         elif (found := digest_of(path)) != digest:
             yield f"{path} has sha256 {found}, the index says {digest}: it was changed after it was written"
-
-
-def files_of(index: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(file, sha256) of all that an index names."""
-    for split in index["splits"].values():
-        yield split["counts"]["file"], split["counts"]["sha256"]
-        for shard in split["shards"]:
-            yield from ((part["file"], part["sha256"]) for part in shard.values() if isinstance(part, dict))
-    if "file" in index["tokenizer"]:
-        yield index["tokenizer"]["file"], index["tokenizer"]["sha256"]
 
 
 def digest_of(path: Any) -> str:
@@ -131,14 +99,17 @@ def _split(folder: Any, split: dict[str, Any] | None, dtype: np.dtype, vocab_siz
         tokens = _array(folder / shard["tokens"]["file"], dtype, size)
         starts = starts.astype(np.int64, copy=False)
         source = str(folder / shard["tokens"]["file"])
-        shards.append(Tokens(tokens, starts, Numbered(num_documents), learned, source))
-    counts_V = _array(folder / split["counts"]["file"], np.dtype("<i8"), vocab_size)[:]
+        shards.append(Tokens(tokens, starts, Numbered(num_documents), learned, source, vocab_size))
+    counts = folder / split["counts"]["file"]
+    counts_V = _array(counts, np.dtype("<i8"), vocab_size)[:]
+    if counts_V.min() < 0 or counts_V.sum() != sum(map(len, shards)):
+        raise ValueError(f"{counts} doesn't count the split's {sum(map(len, shards))} tokens: it was changed")
     digests = tuple(shard["tokens"]["sha256"] for shard in split["shards"])
     return Split(tuple(shards), split["num_bytes"], np.array(counts_V), digests)
 
 
 def _array(path: Any, dtype: np.dtype, length: int) -> Any:
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{path} is missing, though the index names it: copy it here or tokenise again")
     size, expected = path.stat().length, length * dtype.itemsize
     if size != expected:

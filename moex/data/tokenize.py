@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moex.data.documents import Document
-from moex.data.shards import FORMAT, INDEX, SPLITS, path_of
+from moex.data.index import FORMAT, INDEX, SPLITS, path_of
 from moex.data.tokenizers import FromFile, Tokenizer
 from moex.data.tokens import TOKEN_DTYPES
 
@@ -34,16 +34,30 @@ def write_corpus(
     folder = path_of(location)
     if (folder / INDEX).exists():
         raise ValueError(f"{location} holds a corpus already: give another folder")
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    writers: list[_SplitWriter] = []
+    try:
+        return _write(documents, folder, tokenizer, writers, held_out, shard_tokens, prompts)
+    except BaseException:  # what is half written is of no use, and would be taken for a corpus that is still written
+        for path in (path for writer in writers for path in writer.discard()):
+            path.unlink()
+        if new:
+            folder.rmdir()
+        raise
+
+
+def _write(documents, folder, tokenizer, writers, held_out, shard_tokens, prompts) -> dict[str, Any]:
+    """The files, and the index last.  writers: gets those that write."""
     dtype = next(d for d in map(np.dtype, TOKEN_DTYPES) if np.iinfo(d).max >= tokenizer.vocab_size - 1)
     size = tokenizer.vocab_size
-    writers = {name: _SplitWriter(folder, name, dtype, size, shard_tokens, prompts) for name in SPLITS}
+    writers += [_SplitWriter(folder, name, dtype, size, shard_tokens, prompts) for name in SPLITS]
     for some in itertools.batched((d for d in documents if d.text.strip()), _DOCUMENTS_AT_ONCE):
         texts = tokenizer.encode([document.text for document in some])
         before = tokenizer.encode([document.prompt for document in some])
         for document, text, prompt in zip(some, texts, before, strict=True):
-            writers[SPLITS[_hash(document) < held_out * _HASHED]].add(document, prompt, text, tokenizer.end)
-    splits = {name: writer.close() for name, writer in writers.items() if writer.num_documents}
+            writers[_hash(document) < held_out * _HASHED].add(document, prompt, text, tokenizer.end)
+    splits = {name: one.close() for name, one in zip(SPLITS, writers, strict=True) if one.num_documents}
     if "train" not in splits:
         raise ValueError("no document with text is left to train on: check the inputs, the field and held_out")
     index = dict(
@@ -73,7 +87,7 @@ class _File:
     """A file that is hashed as it is written."""
 
     def __init__(self, path: Any):
-        self.name, self._digest, self._file = path.name, hashlib.sha256(), path.open("wb")
+        self.path, self._digest, self._file = path, hashlib.sha256(), path.open("wb")
 
     def write(self, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array).data
@@ -82,7 +96,7 @@ class _File:
 
     def close(self) -> dict[str, str]:
         self._file.close()
-        return dict(file=self.name, sha256=self._digest.hexdigest())
+        return dict(file=self.path.name, sha256=self._digest.hexdigest())
 
 
 class _SplitWriter:
@@ -95,11 +109,12 @@ class _SplitWriter:
         self._shards: list[dict[str, Any]] = []
         self._starts: list[int] = []
         self._files: dict[str, _File] = {}
+        self._written: list[Any] = []
 
     def add(self, document: Document, prompt: np.ndarray, text: np.ndarray, end: int | None) -> None:
         if not self._files:
             self._starts = [0]
-            self._files = {kind: _File(self._path(kind)) for kind in ("tokens", *["learned"] * self.prompts)}
+            self._files = {kind: self._of_shard(kind) for kind in ("tokens", *["learned"] * self.prompts)}
         ids = np.concatenate([prompt, text, [] if end is None else [end]]).astype(self.dtype)
         self._files["tokens"].write(ids)
         if self.prompts:
@@ -114,20 +129,31 @@ class _SplitWriter:
     def close(self) -> dict[str, Any]:
         """Ends the last shard.  Returns what the index says of the split."""
         self._finish()
-        counts = _File(self.folder / f"{self.split}.counts")
+        counts = self._file(f"{self.split}.counts")
         counts.write(self.counts_V.astype("<i8"))
         return dict(
             num_tokens=int(self.counts_V.sum()), num_documents=self.num_documents, num_bytes=self.num_bytes,
             counts=counts.close(), shards=self._shards,
         )  # fmt: skip
 
-    def _path(self, kind: str) -> Any:
-        return self.folder / f"{self.split}-{len(self._shards):05}.{kind}"
+    def discard(self) -> list[Any]:
+        """Closes everything, and returns the files that are there."""
+        for file in self._files.values():
+            file.close()
+        return self._written
+
+    def _of_shard(self, kind: str) -> _File:
+        return self._file(f"{self.split}-{len(self._shards):05}.{kind}")
+
+    def _file(self, name: str) -> _File:
+        file = _File(self.folder / name)
+        self._written.append(file.path)
+        return file
 
     def _finish(self) -> None:
         if not self._files:
             return
-        starts = _File(self._path("starts"))
+        starts = self._of_shard("starts")
         starts.write(np.array(self._starts, "<i8"))
         parts = {kind: file.close() for kind, file in (self._files | {"starts": starts}).items()}
         self._shards.append(dict(num_tokens=self._starts[-1], num_documents=len(self._starts) - 1) | parts)

@@ -20,7 +20,7 @@ class Tokens:
     tokens: [T] uint8, uint16 or uint32, or what reads slices of such an array from afar. starts: [num_docs + 1] int64
     offsets into tokens, first 0, last T, not decreasing; document d is tokens[starts[d]:starts[d + 1]]. names: one a
     document, shown in error messages. learned: [T] uint8 or None, 0 where a token is given and not to be learned (a
-    prompt). source: the file, for messages.
+    prompt). source: the file, for messages. vocab_size: ids that are read must be below it; 0 for any.
     Raises ValueError when these do not fit together.
     """
 
@@ -29,6 +29,7 @@ class Tokens:
     names: Sequence[str]
     learned: Any = None
     source: str = ""
+    vocab_size: int = 0
 
     def __post_init__(self):
         tokens, starts = self.tokens, self.starts
@@ -60,6 +61,19 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """Ids from `first` to before `stop`.  Raises ValueError, with place and file, for one outside the vocabulary: a
+        device would take it for another without a word.
+        """
+        found = np.asarray(self.tokens[first:stop])
+        if self.vocab_size and found.size and found.max() >= self.vocab_size:
+            at = first + int(np.argmax(found >= self.vocab_size))
+            raise ValueError(
+                f"token {int(found[at - first])} at {self.where(at)} is none of the corpus's {self.vocab_size} ids: it was "
+                "changed after it was written (`python -m moex.data verify`)"
+            )
+        return found
 
     def where(self, at: int) -> str:
         """Where token `at` stands: its offset in its document, and in its file."""

@@ -18,9 +18,9 @@ from moex.layers.tokens import Tokens
 from moex.train.loss import logits
 from moex.train.placing import place_batch
 from moex.train.program import Program
-from moex.train.reading import for_reading, reading_specs
+from moex.train.reading import reading_specs
 from moex.train.state import TrainState
-from moex.train.step import Batch, entering, hidden
+from moex.train.step import Batch, entry, hidden
 
 
 class Scored(NamedTuple):
@@ -76,7 +76,7 @@ def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], num_rows: int, s
 def make_score_step(program: Program) -> Callable:
     """(state, batch) -> (log p of each label, whether it is the likeliest, its place in the row), [A, B, S] each."""
     config, decoder, fold = program.config, program.decoder, program.fold
-    entry, tp = entering(config, decoder, fold), program.fold.dense.tp
+    tp = fold.dense.tp
 
     def chunk(x_TD, labels_T, head_VD):
         logits_TV = logits(x_TD, head_VD, fold, vocab_size=config.model.vocab_size)
@@ -89,7 +89,7 @@ def make_score_step(program: Program) -> Callable:
         return label_T - top_T - jnp.log(total_T), label_T >= top_T
 
     def run(shards, bias_LE, batch: Batch):
-        params, enter = for_reading(config, entry, shards)
+        params, enter = entry(config, decoder, fold, shards)
         head_VD = decoder.head(params, enter)
 
         def one(_, micro: Batch):

@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0] if given else ""), given[1:]
     two_folders = len(rest) >= 2 and not rest[0].startswith("-") and not rest[1].startswith("-")
+    if command in ("-h", "--help") or (command in ("import", "upcycle") and rest in (["-h"], ["--help"])):
+        print(f"{__doc__}\n{USAGE}")
+        return 0
     try:
         if command == "import" and two_folders:
             from moex.hf.run import import_run
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = dict(step=asked.step, family=asked.family, dtype=asked.dtype, shard_bytes=asked.shard_bytes)
             export_run(asked.run, asked.folder, Report("wrote"), **options)
             return 0
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return cli.fail(error)
     print(USAGE, file=sys.stderr)
     return 2

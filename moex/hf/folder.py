@@ -5,15 +5,15 @@ FP8: a tensor X in E4M3 with `X_scale_inv`, one factor for each block of rows an
 with two 4-bit floats a byte and `X_scales` with one power of two for 32 of them (gpt-oss; OCP microscaling formats 1.0).
 """
 
-import json
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from moex.hf import storage
 from moex.hf.storage import Stored
+from moex.observe.jsonl import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CARRIED = (
@@ -51,7 +51,7 @@ class Folder:
         self.path = path
         if not path.is_dir():
             raise ValueError(f"{path} is no folder")
-        self.config = _json(path / "config.json")
+        self.config = read_object(path / "config.json")
         quantised = self.config.get("quantization_config") or {}
         block = quantised.get("weight_block_size") or (128, 128)
         whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0
@@ -137,7 +137,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
         if not (path / SINGLE).is_file():
             raise ValueError(f"{path} has neither {INDEX} nor {SINGLE}; other formats of weights are not read")
         return storage.contents(path / SINGLE)
-    places = _json(path / INDEX).get("weight_map")
+    places = read_object(path / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise ValueError(f"{path / INDEX} has no weight_map of tensors' files")
     stored: dict[str, Stored] = {}
@@ -153,18 +153,6 @@ def _tensors(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path / name} and the index don't name the same tensors: {_some(odd)}")
         stored |= inside
     return stored
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return values
 
 
 def _some(names) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +17,20 @@ from moex.config import ModelConfig, RunConfig
 from moex.hf import storage
 from moex.hf.folder import CARRIED, Folder
 from moex.hf.load import Progress, check_tensors, load
+from moex.hf.made import check_empty, whole_or_nothing
 from moex.hf.names import ROUTER_BIAS
 from moex.hf.params import nested, targets
 from moex.hf.save import SHARD_BYTES, write_folder
 from moex.models.families import FAMILIES, family_name, from_public, to_public
 from moex.models.public import TRAINING_ONLY, flattened
+from moex.observe.jsonl import read_object
 from moex.train.program import build
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
 ORIGIN = "hf"
 """Folder in a run folder with the public config.json, tokenizer files, and the formats that tensors had."""
 FORMATS = "formats.json"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def import_run(source: Path, run: Path, flags: Sequence[str], progress: Progress) -> RunConfig:
@@ -35,29 +39,41 @@ def import_run(source: Path, run: Path, flags: Sequence[str], progress: Progress
     Raises ValueError when anything doesn't fit, before a tensor is read.
     """
     folder = Folder(source)
+    _check_counts(folder)
     model, family = from_public(folder.config), family_name(folder.config)
     base = RunConfig(name=run.name, folder=str(run), model=model)
     config = cli.overridden(flags, base, "python -m moex.hf import DIR RUN")
     _check(config, model)
     extra = _beyond(folder, config.model)
     wanted = check_tensors(folder, config.model, family, left_out=extra)
-    if run.exists() and any(run.iterdir()):
-        raise ConfigError(f"{run} is not empty: give a folder that doesn't exist")
+    check_empty(run)
     distributed.initialise()
     fold = resolve_fold(config.parallel, jax.device_count())
     check_on(config, fold, jax.default_backend())
     program = build(config, fold)
-    if jax.process_index() == 0:
-        for line in _account(folder, config, family, extra):
-            print(line)
-        run.mkdir(parents=True, exist_ok=True)
-        _keep_origin(folder, run / ORIGIN)
-    values = load(folder, wanted, targets(program.state), progress)
-    save_weights(run, nested(values), values[ROUTER_BIAS], fold.describe())
-    if jax.process_index() == 0:
-        (run / "config.json").write_text(cli.dump(config))  # last: a folder with it is complete
-        print(f"imported to {run}: python train.py --config {run / 'config.json'}")
+    with whole_or_nothing(run, mine=jax.process_index() == 0):
+        if jax.process_index() == 0:
+            for line in _account(folder, config, family, extra):
+                print(line)
+            _keep_origin(folder, run / ORIGIN)
+        values = load(folder, wanted, targets(program.state), progress)
+        save_weights(run, nested(values), values[ROUTER_BIAS], fold.describe())
+        if jax.process_index() == 0:
+            (run / "config.json").write_text(cli.dump(config))  # last: a folder with it is complete
+            print(f"imported to {run}: python train.py --config {run / 'config.json'}")
     return config
+
+
+def _check_counts(folder: Folder) -> None:
+    """Raises ConfigError where a layer would have less than a tensor, or an expert less than a number; none is listed yet."""
+    numbers = sum(math.prod(tensor.shape) for tensor in folder.tensors.values())
+    most = dict(num_hidden_layers=len(folder.tensors)) | dict.fromkeys(_EXPERTS, numbers)
+    for name, limit in most.items():
+        if isinstance(count := folder.config.get(name, 0), int) and count > limit:
+            raise ConfigError(
+                f"{folder.path / 'config.json'}: {name}={count}, but the folder holds {len(folder.tensors)} tensors of "
+                f"{numbers} numbers together"
+            )
 
 
 def _check(config: RunConfig, model: ModelConfig) -> None:
@@ -136,9 +152,9 @@ def _public_config(config: RunConfig, origin: Path, family: str) -> tuple[dict[s
     if family and family not in FAMILIES:
         raise ConfigError(f"--family {family} is none of {', '.join(FAMILIES)}")
     if (origin / "config.json").is_file():
-        public = json.loads((origin / "config.json").read_text())
+        public = read_object(origin / "config.json")
         if not family or family == family_name(public):
-            return public, json.loads((origin / FORMATS).read_text())
+            return public, read_object(origin / FORMATS)
     longest = dict(max_position_embeddings=config.train.seq_len, dtype=config.precision.compute_dtype)
     further = dict(num_nextn_predict_layers=config.model.mtp_depth) if config.model.mtp_depth else {}
     return longest | further | to_public(config.model, family), {}

@@ -16,6 +16,7 @@ from moex.config import ModelConfig
 from moex.hf import storage
 from moex.hf.folder import CARRIED, INDEX, SINGLE
 from moex.hf.load import Progress, public_shapes
+from moex.hf.made import check_empty, whole_or_nothing
 from moex.hf.names import LAYOUTS, ROUTER_BIAS, Piece, pieces
 from moex.hf.storage import Stored
 
@@ -50,22 +51,21 @@ def write_folder(
       carry_from: folder whose tokenizer files are copied.
     Raises ValueError when the folder holds anything already, or a value is not finite in its tensor's format.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give a folder that doesn't exist")
+    check_empty(folder)
     wanted = pieces(model, family)
     dtypes = formats(wanted, config.get("dtype") or config.get("torch_dtype") or "bfloat16", kept)
-    folder.mkdir(parents=True, exist_ok=True)
-    places = deal(folder, public_shapes(model, wanted), dtypes, shard_bytes)
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].param, i))
-    name, whole = "", np.empty(0)
-    for number, i in enumerate(order, 1):
-        piece = wanted[i]
-        if piece.param != name:
-            name, whole = piece.param, parameter(piece.param)
-        values = LAYOUTS[piece.how].public(whole[piece.at])
-        storage.write(places[piece.tensor], _converted(values, dtypes[piece.tensor], piece.tensor), piece.index)
-        progress(piece.tensor, number, len(order))
-    _finish(folder, places, config, carry_from)
+    with whole_or_nothing(folder):
+        places = deal(folder, public_shapes(model, wanted), dtypes, shard_bytes)
+        order = sorted(range(len(wanted)), key=lambda i: (wanted[i].param, i))
+        name, whole = "", np.empty(0)
+        for number, i in enumerate(order, 1):
+            piece = wanted[i]
+            if piece.param != name:
+                name, whole = piece.param, parameter(piece.param)
+            values = LAYOUTS[piece.how].public(whole[piece.at])
+            storage.write(places[piece.tensor], _converted(values, dtypes[piece.tensor], piece.tensor), piece.index)
+            progress(piece.tensor, number, len(order))
+        _finish(folder, places, config, carry_from)
 
 
 def _converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

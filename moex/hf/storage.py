@@ -6,9 +6,9 @@ The library's NumPy side knows no 8-bit floats and neither reads nor writes a pa
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -45,11 +45,11 @@ def contents(file: Path) -> dict[str, Stored]:
             raise ValueError(f"{file} is no safetensors file: its header would have {length} bytes of {size}")
         try:
             header = json.loads(opened.read(length))
-            entries = {
-                name: _stored(file, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-            }
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} has a header that cannot be read: {error!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} has a header that cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} has a header that cannot be read: no JSON object")
+    entries = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     at = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if entry.offset != at:
@@ -60,13 +60,18 @@ def contents(file: Path) -> dict[str, Stored]:
     return entries
 
 
-def _stored(file: Path, entry: Mapping, base: int) -> Stored:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{file}: number format {entry['dtype']} is none of {', '.join(DTYPES)}")
-    shape, (start, end) = tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
-    stored = Stored(file, DTYPES[entry["dtype"]], shape, base + start)
+def _stored(file: Path, name: str, entry: Any, base: int) -> Stored:
+    numbers = lambda x: isinstance(x, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in x)
+    given: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    shape, offsets = (given.get(field, 0) for field in ("shape", "data_offsets"))
+    if not numbers(shape) or not numbers(offsets) or len(offsets) != 2:
+        raise ValueError(f"{file}: {name} has no shape and data_offsets of whole numbers: {str(entry)[:200]}")
+    if given.get("dtype") not in list(DTYPES):
+        raise ValueError(f"{file}: {name}: number format {given.get('dtype')} is none of {', '.join(DTYPES)}")
+    start, end = offsets
+    stored = Stored(file, DTYPES[given["dtype"]], tuple(shape), base + start)
     if min(shape, default=1) < 0 or start < 0 or end - start != stored.num_bytes:
-        raise ValueError(f"{file}: {entry} has not the bytes of its shape")
+        raise ValueError(f"{file}: {name}: {str(entry)[:200]} has not the bytes of its shape")
     return stored
 
 

@@ -10,6 +10,7 @@ from mesh import distributed
 from moex import cli
 from moex.checkpoint import save_weights, saved_arrays
 from moex.config import RunConfig
+from moex.hf.made import check_empty, whole_or_nothing
 from moex.hf.params import nested, targets
 from moex.layers import param
 from moex.models.decoder import Decoder
@@ -25,8 +26,7 @@ def upcycle_run(source: Path, run: Path, flags: Sequence[str]) -> RunConfig:
     """
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is no run folder: it has no config.json")
-    if run.exists() and any(run.iterdir()):
-        raise ConfigError(f"{run} is not empty: give a folder that doesn't exist")
+    check_empty(run)
     dense = cli.load(source / "config.json")
     sparse = dataclasses.replace(dense.model, num_dense_layers=0)
     base = dataclasses.replace(dense, name=run.name, folder=str(run), model=sparse)
@@ -50,8 +50,10 @@ def upcycle_run(source: Path, run: Path, flags: Sequence[str]) -> RunConfig:
         lambda params, routers: upcycled(dense.model, config.model, params, routers), out_shardings=shardings.params
     )
     zeros = jax.jit(lambda: jax.numpy.zeros(program.state.router_bias.shape), out_shardings=shardings.router_bias)
-    save_weights(run, make(nested(arrays), drawn), zeros(), fold.describe())
+    with whole_or_nothing(run, mine=jax.process_index() == 0):
+        save_weights(run, make(nested(arrays), drawn), zeros(), fold.describe())
+        if jax.process_index() == 0:
+            (run / "config.json").write_text(cli.dump(config))
     if jax.process_index() == 0:
-        (run / "config.json").write_text(cli.dump(config))
         print(f"each MLP became {shares} experts, repeated {config.model.router.num_experts // shares} times: {run}")
     return config

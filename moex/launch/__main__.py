@@ -4,6 +4,7 @@ Prints the file; a comment in its head says whether the plan fits. Exit code 2 f
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the file there in place of printing it")
     options, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     try:
+        _check_names(options)
         config = parse(rest).config
+        if not re.fullmatch(_NAME, config.name):
+            raise ConfigError(f"--name {config.name!r}: a job's name has letters, digits, dots, _ and - only")
         if not (given := options.gpus or GPUS.get(config.name)):
             raise ConfigError(
                 f"--gpus is missing: {config.name} is laid out for no certain GPUs; add --gpus h100:16 or the like"
@@ -50,11 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = slurm(config.name, rest, target, verdict=verdict, per=options.per, hours=options.hours)
     else:
         text = jobset(config.name, rest, target, verdict=verdict, image=options.image, volume=options.volume)
-    if options.out:
-        options.out.write_text(text)
-    else:
+    if options.out is None:
         print(text, end="")
+        return 0
+    try:
+        options.out.write_text(text)
+    except OSError as error:
+        return fail(error)
     return 0
+
+
+_NAME = r"[A-Za-z0-9._-]+"
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what would end a line, or a word, of the file that it stands in."""
+    if options.hours < 1:
+        raise ConfigError(f"--hours {options.hours} must be at least 1")
+    for name, pattern in dict(image=r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", volume=r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?").items():
+        if not re.fullmatch(pattern, value := getattr(options, name)):
+            raise ConfigError(f"--{name} {value!r} is no name of one: it must match {pattern}")
 
 
 def _verdict(config, target: Target) -> str:

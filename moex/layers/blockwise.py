@@ -25,10 +25,13 @@ class Places(NamedTuple):
 
 
 class Part(NamedTuple):
-    """out: float32 [B, S, N, H].  lse: float32 [B, S, N], log of the summed exponentials; about -1e30 where none was."""
+    """out: float32 [B, S, N, H].  lse, top: float32 [B, S, N], log of the summed exponentials and the largest logit, the
+    latter of keys alone; about -1e30 where none was seen.
+    """
 
     out: jax.Array
     lse: jax.Array
+    top: jax.Array
 
 
 class Rule(NamedTuple):
@@ -60,13 +63,14 @@ def block(q, k, v, queries: Places, keys: Places, rule: Rule) -> Part:
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
     floor = jnp.maximum(weights.sum(axis=-1), 1e-30)
     mixed = _dot(_flat(weights.astype(v.dtype)), _by_head(v), 1).reshape(*floor.shape, -1) / floor[..., None]
-    return Part(_by_token(mixed), _by_token(top + jnp.log(floor)))
+    return Part(_by_token(mixed), _by_token(top + jnp.log(floor)), _by_token(top))
 
 
 def merge(a: Part, b: Part) -> Part:
     """Joins the parts of the same queries over disjoint keys."""
     lse = jnp.logaddexp(a.lse, b.lse)
-    return Part(a.out * jnp.exp(a.lse - lse)[..., None] + b.out * jnp.exp(b.lse - lse)[..., None], lse)
+    out = a.out * jnp.exp(a.lse - lse)[..., None] + b.out * jnp.exp(b.lse - lse)[..., None]
+    return Part(out, lse, jnp.maximum(a.top, b.top))
 
 
 def with_sinks(part: Part, sinks_N) -> Part:
@@ -74,7 +78,12 @@ def with_sinks(part: Part, sinks_N) -> Part:
     if sinks_N is None:
         return part
     lse = jnp.logaddexp(part.lse, sinks_N[None, None])
-    return Part(part.out * jnp.exp(part.lse - lse)[..., None], lse)
+    return Part(part.out * jnp.exp(part.lse - lse)[..., None], lse, part.top)
+
+
+def largest(top_BSN, segments_BS):
+    """Of each head over the queries that are no padding, at least 0: float32 [N]."""
+    return jnp.where(segments_BS[..., None] > 0, top_BSN, 0).max(axis=(0, 1), initial=0)
 
 
 def sink_gradients(sinks_N, lse, delta):
@@ -137,39 +146,41 @@ def _seen(queries: Places, keys: Places, window: int):
 
 
 def attention(
-    q, k, v, queries: Places, keys: Places, rule: Rule, *, sinks_N=None, ordered: bool = False, block_size: int
+    q, k, v, queries: Places, keys: Places, rule: Rule, *, sinks_N=None, meter_N=None, ordered: bool = False,
+    block_size: int,
 ):  # fmt: skip
     """Attention of all queries over all keys, block by block of queries; keeps output and log-sum-exp only.
 
-    sinks_N: float32 logit of each head's sink, or None.
+    sinks_N: float32 logit of each head's sink, or None.  meter_N: see `moex.layers.attention.attend`.
     ordered: queries and keys are the same tokens in the order of their index, so that a block of queries needs no later
     keys and those are left out.
     """
-    given = q, k, v, queries, keys, sinks_N
+    given = q, k, v, queries, keys, sinks_N, meter_N
     axes = varying(*jax.tree.leaves(given))
     return _attention(*jax.tree.map(lambda x: vary(x, axes), given), rule, ordered, block_size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _attention(q, k, v, queries, keys, sinks_N, rule: Rule, ordered, block_size):
-    return _fwd(q, k, v, queries, keys, sinks_N, rule, ordered, block_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _attention(q, k, v, queries, keys, sinks_N, meter_N, rule: Rule, ordered, block_size):
+    return _fwd(q, k, v, queries, keys, sinks_N, meter_N, rule, ordered, block_size)[0]
 
 
-def _fwd(q, k, v, queries, keys, sinks_N, rule: Rule, ordered, block_size):
+def _fwd(q, k, v, queries, keys, sinks_N, meter_N, rule: Rule, ordered, block_size):
     def forward(q, k, v, queries, keys):
         parts = [
             with_sinks(block(q[:, rows], k[:, seen], v[:, seen], _at(queries, rows), _at(keys, seen), rule), sinks_N)
             for rows, seen in _blocks(q.shape[1], k.shape[1], rule.window, ordered, block_size)
         ]
-        out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-        return out.astype(q.dtype), lse
+        out, lse, top = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        return out.astype(q.dtype), lse, *([] if meter_N is None else [top])
 
-    out, lse = _row_by_row(forward, q, k, v, queries, keys)
-    return out, (q, k, v, queries, keys, out, lse, sinks_N)
+    out, lse, *top = _row_by_row(forward, q, k, v, queries, keys)
+    read_N = largest(top[0], queries.segments) if top else None
+    return out, (q, k, v, queries, keys, out, lse, sinks_N, read_N)
 
 
 def _bwd(rule: Rule, ordered, block_size, kept, g):
-    *kept, sinks_N = kept
+    *kept, sinks_N, read_N = kept
 
     def backward(q, k, v, queries, keys, out, lse, g):
         delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
@@ -186,7 +197,7 @@ def _bwd(rule: Rule, ordered, block_size, kept, g):
 
     out, lse = kept[-2:]
     delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    return *_row_by_row(backward, *kept, g), None, None, sink_gradients(sinks_N, lse, delta)
+    return *_row_by_row(backward, *kept, g), None, None, sink_gradients(sinks_N, lse, delta), read_N
 
 
 def _row_by_row(function, *arrays):

@@ -21,7 +21,17 @@ from mesh import collectives
 from mesh.axes import Axes
 from mesh.vma import vary, varying
 from moex.layers.attention import attend
-from moex.layers.blockwise import Places, QueryRows, Rule, block, block_gradients, merge, sink_gradients, with_sinks
+from moex.layers.blockwise import (
+    Places,
+    QueryRows,
+    Rule,
+    block,
+    block_gradients,
+    largest,
+    merge,
+    sink_gradients,
+    with_sinks,
+)  # fmt: skip
 from moex.layers.tokens import Tokens
 
 
@@ -40,43 +50,44 @@ def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
 
 def mix(
     q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *,
-    method: str, scale: float, window: int = 0, soft_cap: float = 0.0, sinks_N=None,
+    method: str, scale: float, window: int = 0, soft_cap: float = 0.0, sinks_N=None, meter_N=None,
 ):  # fmt: skip
     """Causal attention within documents of one rank's queries over all ranks' keys: [B, S, N, H] like q.
 
     Args: q, k, v of this rank's tokens, whose segments and places `tokens` holds.
       method: gather, ring (the split must be zig-zag) or ulysses (K must divide by cp).
-      scale, window, soft_cap, sinks_N: see `attend`; sinks of this device's heads, equal over cp.
+      scale, window, soft_cap, sinks_N, meter_N: see `attend`; sinks and meter of this device's heads, equal over cp.
     """
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
     if not axes:
-        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, sinks_N=sinks_N, ordered=True, **options)
+        own = dict(sinks_N=sinks_N, meter_N=meter_N)
+        return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, ordered=True, **own, **options)
     if method == "ring":
-        return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, sinks_N, axes, Rule(**options))
+        return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, sinks_N, meter_N, axes, Rule(**options))
     everyone = Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens))
     if method == "gather":
         k, v = (collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH))
-        return attend(q_BSNH, k, v, tokens, everyone, sinks_N=sinks_N, **options)
+        return attend(q_BSNH, k, v, tokens, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
     to_heads = functools.partial(collectives.all_to_all, axes=axes, split_dim=2, concat_dim=1)
     q, k, v = (to_heads(x) for x in (q_BSNH, k_BTKH, v_BTKH))
-    if sinks_N is not None:
-        sinks_N = lax.dynamic_slice_in_dim(sinks_N, collectives.axis_index(axes) * q.shape[2], q.shape[2])
-    mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, **options)
+    own = lambda x_N: lax.dynamic_slice_in_dim(x_N, collectives.axis_index(axes) * q.shape[2], q.shape[2])
+    sinks_N, meter_N = jax.tree.map(own, (sinks_N, meter_N))
+    mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
     return collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2)
 
 
-def _ring(q, k, v, tokens: Tokens, sinks_N, axes: Axes, rule: Rule):
-    given = q, k, v, tokens.segments, tokens.index, sinks_N
+def _ring(q, k, v, tokens: Tokens, sinks_N, meter_N, axes: Axes, rule: Rule):
+    given = q, k, v, tokens.segments, tokens.index, sinks_N, meter_N
     union = varying(*jax.tree.leaves((given, tokens.positions)))
     return _ring_attention(*jax.tree.map(lambda x: vary(x, union), given), axes, rule)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _ring_attention(q, k, v, segments, index, sinks_N, axes: Axes, rule: Rule):
-    return _ring_fwd(q, k, v, segments, index, sinks_N, axes, rule)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _ring_attention(q, k, v, segments, index, sinks_N, meter_N, axes: Axes, rule: Rule):
+    return _ring_fwd(q, k, v, segments, index, sinks_N, meter_N, axes, rule)[0]
 
 
-def _ring_fwd(q, k, v, segments, index, sinks_N, axes, rule):
+def _ring_fwd(q, k, v, segments, index, sinks_N, meter_N, axes, rule):
     """Merges one block after the other by their log-sum-exp, float32."""
     rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
     (q_lo, q_hi), queries = _halves(q), _halves_of(segments, index)
@@ -102,12 +113,13 @@ def _ring_fwd(q, k, v, segments, index, sinks_N, axes, rule):
     (low, high, _), _ = lax.scan(turn, (low, high, (k, v, segments, index)), steps)
     low, high = with_sinks(low, sinks_N), with_sinks(high, sinks_N)
     out, lse = _joined(low.out, high.out), _joined(low.lse, high.lse)
-    return out.astype(q.dtype), (q, k, v, segments, index, sinks_N, out, lse)
+    read_N = None if meter_N is None else largest(_joined(low.top, high.top), segments)
+    return out.astype(q.dtype), (q, k, v, segments, index, sinks_N, read_N, out, lse)
 
 
 def _ring_bwd(axes, rule, kept, g):
     """Each block's gradients from the global output and log-sum-exp; dk and dv travel on with their keys and come home."""
-    q, k, v, segments, index, sinks_N, out, lse = kept
+    q, k, v, segments, index, sinks_N, read_N, out, lse = kept
     rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
     g = g.astype(jnp.float32)
     delta = (g * out).sum(axis=-1)
@@ -145,7 +157,7 @@ def _ring_bwd(axes, rule, kept, g):
     (dq_lo, dq_hi, (*_, dk, dv)), _ = lax.scan(turn, start, jnp.arange(1, ranks, dtype=jnp.int32))
     dk, dv = _pass_on((dk, dv), axes, ranks)
     dq, dsinks_N = _joined(dq_lo, dq_hi).astype(q.dtype), sink_gradients(sinks_N, lse, delta)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks_N
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks_N, read_N
 
 
 _ring_attention.defvjp(_ring_fwd, _ring_bwd)

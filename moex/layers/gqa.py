@@ -10,9 +10,11 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex.config import AttentionConfig
+from moex.layers.attention import attend
 from moex.layers.context import mix
 from moex.layers.norm import RMSNorm, rms_norm
 from moex.layers.param import declare
+from moex.layers.recall import Memory, places, recalled, remember, texts
 from moex.layers.rope import rotate, softmax_scale
 from moex.layers.tokens import Tokens
 from moex.precision.linear import linear
@@ -53,9 +55,37 @@ class GroupedQueryAttention(nnx.Module):
             self.query_norm = RMSNorm(h, norm_eps)
             self.key_norm = RMSNorm(h, norm_eps)
 
-    def __call__(self, x_BSD, tokens: Tokens, fold: Fold):
-        config, tp = self.config, fold.dense.tp
-        x_BSD = collectives.all_gather(x_BSD, tp, dim=1)
+    def __call__(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None):
+        """meter_N: of this device's heads, see `moex.layers.attention.attend`."""
+        return self.read(x_BSD, tokens, fold, meter_N=meter_N)[0]
+
+    def read(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None) -> tuple[jax.Array, Memory]:
+        """The result, and what later tokens need of these: keys and values of this device's heads, [B, S / cp, K, H]."""
+        q, k, v = self._project(x_BSD, tokens, fold)
+        return self._out(
+            mix(q, k, v, tokens, fold.dense.cp, method=self.context, meter_N=meter_N, **self._rule), fold
+        ), (k, v)
+
+    def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:
+        """The next token of each of S texts, in a row of its own making: see `moex.layers.recall`."""
+        q, *kept = self._project(x_BSD, tokens, fold)
+        memory = remember(memory, kept, tokens, layer)
+        k, v = recalled(memory, layer)
+        mixed = attend(texts(q), k, v, *places(tokens, k.shape[1]), **self._rule)
+        return self._out(texts(mixed), fold), memory
+
+    @property
+    def _rule(self) -> dict:
+        config = self.config
+        return dict(
+            scale=softmax_scale(config.head_dim, config.rope), window=config.sliding_window, soft_cap=config.soft_cap,
+            sinks_N=self.sinks[...] if config.sinks else None,
+        )  # fmt: skip
+
+    def _project(self, x_BSD, tokens: Tokens, fold: Fold):
+        """Queries, keys and values of this device's heads and all tokens of its context-parallel part."""
+        config = self.config
+        x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
         q = linear(x_BSD, self.query[...])
         k, v = (self._own_heads(x_BSD, weight[...], fold) for weight in (self.key, self.value))
         if config.bias:
@@ -65,12 +95,11 @@ class GroupedQueryAttention(nnx.Module):
         if config.qk_norm:
             q, k = self._norms(q, k, fold)
         q, k = (rotate(x, tokens.positions, config.rope, width=config.rope_dim) for x in (q, k))
-        mixed = mix(
-            q, k, v, tokens, fold.dense.cp, method=self.context, scale=softmax_scale(config.head_dim, config.rope),
-            window=config.sliding_window, soft_cap=config.soft_cap, sinks_N=self.sinks[...] if config.sinks else None,
-        )  # fmt: skip
-        y_BSD = collectives.psum_scatter(linear(mixed, self.out[...], contracted=2), tp, dim=1)
-        return y_BSD + self.out_bias[...][None, None] if config.out_bias else y_BSD
+        return q, k, v
+
+    def _out(self, mixed, fold: Fold):
+        y_BSD = collectives.psum_scatter(linear(mixed, self.out[...], contracted=2), fold.dense.tp, dim=1)
+        return y_BSD + self.out_bias[...][None, None] if self.config.out_bias else y_BSD
 
     def _norms(self, q, k, fold: Fold):
         if not self.config.qk_norm_joint:

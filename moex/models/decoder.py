@@ -25,6 +25,7 @@ from moex.layers.moe import MoE, MoEStats, Steering
 from moex.layers.mtp import Ahead, Further
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
+from moex.layers.recall import Memory
 from moex.layers.tokens import Tokens, own_part
 from moex.memory.recompute import recomputed
 from moex.memory.stash import Stash, sink
@@ -66,12 +67,18 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(config.d_model, config.dense_width)
 
-    def __call__(self, x_BSD, stash: Stash | None, steering: Steering, tokens: Tokens, fold: Fold, **options):
+    def __call__(
+        self, x_BSD, stash: Stash | None, steering: Steering, tokens: Tokens, fold: Fold, *, meter_N=None, **options
+    ):
         """Returns activations like x_BSD, the stash after this layer, and `MoEStats` of a sparse layer or None.
 
-        options: `training`, `record`, see `MoE`.
+        meter_N: of the attention.  options: `training`, `record`, see `MoE`.
         """
-        x_BSD = self._attended(x_BSD, tokens, fold)
+        x_BSD = self._attended(x_BSD, tokens, fold, meter_N)
+        return self.feed_forward(x_BSD, stash, steering, tokens, fold, **options)
+
+    def feed_forward(self, x_BSD, stash: Stash | None, steering: Steering, tokens: Tokens, fold: Fold, **options):
+        """The layer after its attention."""
         if not self.sparse:
             with jax.named_scope("mlp"):
                 mlp = lambda x: self.mlp(self.ffn_norm(x), fold)
@@ -83,10 +90,10 @@ class Layer(nnx.Module):
             y_BSD, stats, stash = recomputed("moe", self.recompute)(moe)(x_BSD, stash)
             return x_BSD + y_BSD, stash, stats
 
-    def _attended(self, x_BSD, tokens: Tokens, fold: Fold):
+    def _attended(self, x_BSD, tokens: Tokens, fold: Fold, meter_N=None):
         with jax.named_scope("attention"):
-            attend = lambda x: self.attention(self.attention_norm(x), tokens, fold)
-            return x_BSD + recomputed("attention", self.recompute)(attend)(x_BSD)
+            attend = lambda x, meter_N: self.attention(self.attention_norm(x), tokens, fold, meter_N=meter_N)
+            return x_BSD + recomputed("attention", self.recompute)(attend)(x_BSD, meter_N)
 
     def depart(self, x_BSD, steering: Steering, tokens: Tokens, fold: Fold):
         """A sparse layer in training up to where rows travel: (`passage.Departed`, what `land` adds them to, `MoEStats`)."""
@@ -159,7 +166,7 @@ class Decoder:
 
     def hidden(
         self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
-        training: bool = False, record: bool = False,
+        training: bool = False, record: bool = False, meters_LN=None,
     ) -> tuple[jax.Array, MoEStats | None]:  # fmt: skip
         """Final normalised activations.
 
@@ -168,7 +175,7 @@ class Decoder:
           steering: a `Steering` stacked over MoE layers; or only its bias, float32 [L, E]; or None.
           ids_BS: token ids of this device's context-parallel part, equal over tp; `tokens` likewise.
           enter: called with a stack's name and one layer's parameters, inside the scan over layers.
-          training, record: see `MoE`.
+          training, record: see `MoE`.  meters_LN: of this device's heads, each layer's a row; see `attend`.
 
         Returns: [B, S / tp, D] in `dtype`, and statistics stacked over MoE layers (None without any).
         """
@@ -180,27 +187,29 @@ class Decoder:
             layers["moe_layers"] = layers["moe_layers"], own
         stash, stats, options = None, [], dict(training=training, record=record)
 
-        def run(kind: Kind, x_BSD, stash, weights, steering):
+        def run(kind: Kind, x_BSD, stash, weights, steering, meter_N):
             layer = self.layer(kind, enter(kind.stack, weights, kind.high))
-            return layer(x_BSD, stash, steering, tokens, fold, **options)
+            return layer(x_BSD, stash, steering, tokens, fold, meter_N=meter_N, **options)
 
-        def body(period: tuple[Kind, ...], carry, layers):
+        def body(period: tuple[Kind, ...], carry, given):
+            layers, meters = given
             stats, at = [], dict.fromkeys(layers, 0)
-            for kind in period:
+            for place, kind in enumerate(period):
                 mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
                 at[kind.stack] += 1
                 weights, steering = mine if kind.sparse else (mine, Steering())
                 layer = recomputed("layer", self.memory.recompute)(functools.partial(run, kind))
-                *carry, of_layer = layer(*carry, weights, steering)
+                *carry, of_layer = layer(*carry, weights, steering, None if meters is None else meters[place])
                 stats += [of_layer] if kind.sparse else []
             return tuple(carry), jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
 
-        done = dict.fromkeys(layers, 0)
+        done, first = dict.fromkeys(layers, 0), 0
         for segment in self._segments:
             if stash is None and self.memory.stash and training and any(kind.sparse for kind in segment.period):
                 stash = self._stash(x_BSD, params["moe_layers"], enter, fold)
             given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
-            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), given)
+            meters, first = _of_segment(meters_LN, first, segment), first + len(segment.period) * segment.repeats
+            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), (given, meters))
             stats += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
@@ -217,33 +226,79 @@ class Decoder:
 
     def further(
         self, params: Mapping, steering, hidden_BSD, known: Sequence[Further], fold: Fold, enter: Enter = as_they_are,
-        *, over: Axes = (), **options,
+        *, over: Axes = (), meters_kN=None, **options,
     ) -> tuple[jax.Array, MoEStats]:  # fmt: skip
         """Final activations of each depth of multi-token prediction, [k, B, S / tp, D], and statistics stacked over them.
 
         Args:
           hidden_BSD: of `hidden`.  steering: as there; the last k of it are for these layers, without recorded choices.
-          known: what each depth knows of the tokens.  over: see `embed`.
+          known: what each depth knows of the tokens.  over: see `embed`.  meters_kN: as for `hidden`.
         """
         embedding = enter("ends", params["ends"])["embedding"]
         own = jax.tree.map(lambda x: x[self.config.num_moe_layers :], Steering.of(steering)._replace(replay_BSk=None))
 
         def body(x_BSD, one):
-            weights, steering, known = one
+            weights, steering, known, meter_N = one
 
-            def run(x_BSD, weights):
+            def run(x_BSD, weights, meter_N):
                 module = nnx.merge(self._further, enter("mtp", weights))
                 embedded_BSD = embed(known.ids, embedding, fold, over).astype(x_BSD.dtype)
                 x_BSD = module.ahead(x_BSD, embedded_BSD)
-                x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, **options)
+                x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, meter_N=meter_N, **options)
                 return module.ahead.norm(x_BSD), stats
 
-            x_BSD, stats = recomputed("layer", self.memory.recompute)(run)(x_BSD, weights)
+            x_BSD, stats = recomputed("layer", self.memory.recompute)(run)(x_BSD, weights, meter_N)
             return x_BSD, (x_BSD, stats)
 
         with jax.named_scope("mtp"):
             stacked = jax.tree.map(lambda *x: jnp.stack(x), *known)
-            return lax.scan(body, hidden_BSD, (params["mtp"], own, stacked))[1]
+            return lax.scan(body, hidden_BSD, (params["mtp"], own, stacked, meters_kN))[1]
+
+    def remembering(
+        self, params: Mapping, steering, ids_BS, tokens: Tokens, fold: Fold, dtype, enter: Enter = as_they_are, *,
+        memory: Memory | None = None,
+    ) -> tuple[jax.Array, Memory]:  # fmt: skip
+        """Final normalised activations without training, and attention's memory after these tokens.
+
+        memory: None reads whole rows, as `hidden`, and returns their own, [L, B, S, ...]; else what came before, of texts
+        whose next tokens these are, see `moex.layers.recall`.  The rest as for `hidden`.
+        """
+        ends, kept = enter("ends", params["ends"]), []
+        x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
+        layers = {name: params[name] for name in params if name.endswith("_layers")}
+        if "moe_layers" in layers:
+            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
+            layers["moe_layers"] = layers["moe_layers"], own
+
+        def body(period: tuple[Kind, ...], carry, given):
+            (x_BSD, memory), (number, layers) = carry, given
+            kept, at = [], dict.fromkeys(layers, 0)
+            for place, kind in enumerate(period):
+                mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
+                at[kind.stack] += 1
+                weights, steering = mine if kind.sparse else (mine, Steering())
+                layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
+                normed_BSD = layer.attention_norm(x_BSD)
+                if memory is None:
+                    y_BSD, own = layer.attention.read(normed_BSD, tokens, fold)
+                    kept.append(own)
+                else:
+                    y_BSD, memory = layer.attention.recall(normed_BSD, tokens, memory, number + place, fold)
+                x_BSD = layer.feed_forward(x_BSD + y_BSD, None, steering, tokens, fold)[0]
+            return (x_BSD, memory), jax.tree.map(lambda *x: jnp.stack(x), *kept) if kept else None
+
+        done, first = dict.fromkeys(layers, 0), 0
+        for segment in self._segments:
+            given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
+            numbers = first + len(segment.period) * jnp.arange(segment.repeats)
+            first += len(segment.period) * segment.repeats
+            (x_BSD, memory), found = lax.scan(
+                functools.partial(body, segment.period), (x_BSD, memory), (numbers, given)
+            )
+            kept += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
+        if memory is None:
+            memory = jax.tree.map(lambda *x: jnp.concatenate(x), *kept)
+        return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), memory
 
     def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
         """An empty one for activations like these."""
@@ -267,6 +322,14 @@ def _taken(stack, name: str, done: dict[str, int], segment: Segment):
     first, last = done[name], done[name] + size * segment.repeats
     done[name] = last
     return jax.tree.map(lambda x: x[first:last].reshape(segment.repeats, size, *x.shape[1:]), stack)
+
+
+def _of_segment(x_L, first: int, segment: Segment):
+    """What a segment's scan runs over of an array with a row for each layer, [repeats, layers of a period, ...], or None."""
+    size = len(segment.period)
+    if x_L is None:
+        return None
+    return x_L[first : first + size * segment.repeats].reshape(segment.repeats, size, *x_L.shape[1:])
 
 
 def _norm_graph(config: ModelConfig):

@@ -219,9 +219,11 @@ def from_public(values: Mapping[str, Any]) -> ModelConfig:
 def family_name(values: Mapping[str, Any]) -> str:
     """Key into `FAMILIES`."""
     name = values.get("model_type")
-    name = _SAME_AS.get(name, name) if isinstance(name, str) else name
+    name = _SAME_AS.get(name, name) if isinstance(name, str) else None
     if name not in FAMILIES:
-        raise ValueError(f"config.json: model_type={name!r} is none of {', '.join([*FAMILIES, *_SAME_AS])}")
+        raise ValueError(
+            f"config.json: model_type={values.get('model_type')!r} is none of {', '.join([*FAMILIES, *_SAME_AS])}"
+        )
     return name
 
 

@@ -4,6 +4,7 @@ Nothing is passed over: a field is in the family's table, known to leave the mat
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -133,9 +134,12 @@ def flattened(model: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def unflattened(flat: Mapping[str, Any]) -> ModelConfig:
-    """The configuration with these values, defaults elsewhere; a whole number becomes a float where the field is one."""
+    """The configuration with these values, defaults elsewhere; a whole number becomes a float where the field is one.
+
+    Raises ValueError for a value that is not of its field's type.
+    """
     usual = flattened(ModelConfig())
-    flat = {path: float(value) if isinstance(usual[path], float) else value for path, value in flat.items()}
+    flat = {path: _of_type(path, value, usual[path]) for path, value in flat.items()}
     inside = lambda prefix: {
         path.removeprefix(prefix): value
         for path, value in flat.items()
@@ -143,3 +147,21 @@ def unflattened(flat: Mapping[str, Any]) -> ModelConfig:
     }
     attention = AttentionConfig(rope=RopeConfig(**inside("attention.rope.")), **inside("attention."))
     return ModelConfig(attention=attention, router=RouterConfig(**inside("router.")), **inside(""))
+
+
+def _of_type(path: str, value: Any, usual: Any) -> Any:
+    is_whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**53
+    if isinstance(usual, float):
+        if is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
+            return float(value)
+        wanted = "a finite number"
+    elif isinstance(usual, tuple):
+        if isinstance(value, tuple) and all(map(is_whole, value)):
+            return value
+        wanted = "whole numbers"
+    else:
+        kind = type(usual)
+        if is_whole(value) if kind is int else type(value) is kind:
+            return value
+        wanted = {bool: "true or false", int: "a whole number"}.get(kind, "text")
+    raise ValueError(f"config.json: {str(value)[:60]!r} stands for model.{path}, which is {wanted}")

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,17 +84,37 @@ def _no_constant(name: str) -> None:
 
 def decode(raw: bytes) -> dict:
     """The object on one line. Raises ValueError, with the reason, for anything but one strict JSON object."""
-    record = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, not an object")
-    return record
+    return _object(raw, parse_constant=_no_constant)
+
+
+def read_object(path: Any) -> dict[str, Any]:
+    """The JSON object that a file holds, local or remote.  Raises ValueError naming the file for anything else."""
+    try:
+        return _object(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON object: {error}") from error
+
+
+def _object(raw: bytes, **options: Any) -> dict:
+    try:
+        value = json.loads(raw.decode("utf-8"), **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
 
 
 def iter_lines(path: str | Path) -> Iterator[Line]:
     """The lines of a file in order; a torn last one is left out.
 
-    Raises: ValueError naming file and line number for every other broken line; FileNotFoundError.
+    Raises: ValueError naming file and line number for every other broken line, or a file that can't be read;
+    FileNotFoundError.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder, where a file of lines is expected")
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:

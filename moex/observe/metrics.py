@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moex.observe.jsonl import decode, encode, iter_lines, read_jsonl, replace_file
+from moex.observe.jsonl import Line, decode, encode, iter_lines, read_jsonl, replace_file
 from moex.observe.trackers import Tracker, scalars
 
 __all__ = ["OPTIONAL_FIELDS", "STEP_FIELDS", "TIMED", "RunLog", "check_step", "read_jsonl"]
@@ -40,6 +40,8 @@ STEP_FIELDS = {
 OPTIONAL_FIELDS = {
     "sequence_loss": "balance loss of each document by itself",
     "global_loss": "balance loss with the choices of the step's earlier micro-batches",
+    "mtp_loss": "share of the loss that is of multi-token prediction",
+    "max_logits": "largest attention logit of any head before the update, [L]; with QK-clip",
     "need_cell": "rows that the fullest all-to-all cell needed, in units of balanced routing",
     "need_spill": "rows that were over their cells, of one device, in units of balanced routing",
     "need_rows": "rows that the fullest expert buffer needed, in units of balanced routing",
@@ -58,6 +60,8 @@ OPTIONAL_FIELDS = {
 }
 TIMED = ("time", "step_s", "data_s", "eval_s", "tokens_per_s", "model_tflops", "mfu")
 """Fields that differ between two runs of the same steps."""
+METRICS, PER_STEP = "metrics.jsonl", ("metrics.jsonl", "precision.jsonl")
+"""The step's log, and all files of a run that have lines of steps."""
 
 
 def check_step(record: Mapping[str, object]) -> None:
@@ -82,19 +86,20 @@ class RunLog:
     """Appends to the two files of a run folder; every line is flushed, so a killed process loses at most the last one.
 
     Trackers get every step's numbers, too. Opening makes the folder and mends what a killed process left: a torn last
-    line of metrics.jsonl moves to events.jsonl as text (kind "superseded_step"); one of events.jsonl becomes an event of
-    kind "torn_line".
+    line of a file of `PER_STEP` moves to events.jsonl as text (kind "superseded_step"); one of events.jsonl becomes an event
+    of kind "torn_line".
     """
 
     def __init__(self, run_dir: str | Path, trackers: Sequence[Tracker] = ()):
         self.trackers = tuple(trackers)
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.metrics_path = folder / "metrics.jsonl"
+        self.folder, self.metrics_path = folder, folder / METRICS
         self.events_path = folder / "events.jsonl"
         _mend_events(self.events_path)
         self._events = self.events_path.open("ab")
-        self._move_torn_step()
+        for name in PER_STEP:
+            self._move_torn_step(folder / name)
         self._metrics = self.metrics_path.open("ab")
 
     def step(self, record: Mapping[str, object]) -> None:
@@ -119,26 +124,25 @@ class RunLog:
     def resume(self, step: int) -> int:
         """Makes room for a rerun from `step`, the first step to be done again, and returns the number of lines moved.
 
-        Lines of metrics.jsonl with that step or a later one go to events.jsonl as kind "superseded_step" with the old
-        line as `record`. They are there before metrics.jsonl is replaced: a kill in between repeats but never loses.
+        Lines of the files of `PER_STEP` with that step or a later one go to events.jsonl as kind "superseded_step" with
+        the old line as `record`, and `file` where it isn't metrics.jsonl. They are there before their file is replaced: a
+        kill in between repeats but never loses.
         Raises: ValueError for a negative step or, naming file and line, for a broken line or one without a step.
         """
         if not _is_step(step):
             raise ValueError(f"resume: step must be a whole number >= 0, not {step!r}")
-        kept, moved = [], []
-        for line in iter_lines(self.metrics_path):
-            if not _is_step(line.record.get("step")):
-                raise ValueError(f"{self.metrics_path}, line {line.number}: no step number")
-            (moved if line.record["step"] >= step else kept).append(line)
-        if not moved:
-            return 0
-        for line in moved:
-            self.event("superseded_step", step=line.record["step"], record=line.record)
+        found = {path: _parted(path, step) for path in (self.folder / name for name in PER_STEP) if path.exists()}
+        for path, (_, moved) in found.items():
+            beside = {} if path == self.metrics_path else dict(file=path.name)
+            for line in moved:
+                self.event("superseded_step", step=line.record["step"], record=line.record, **beside)
         os.fsync(self._events.fileno())
         self._metrics.close()
-        replace_file(self.metrics_path, b"".join(line.raw for line in kept))
+        for path, (kept, moved) in found.items():
+            if moved:
+                replace_file(path, b"".join(line.raw for line in kept))
         self._metrics = self.metrics_path.open("ab")
-        return len(moved)
+        return sum(len(moved) for _, moved in found.values())
 
     def rungs(self) -> list[int]:
         """The buffer size that each step ended on, as far as lines tell."""
@@ -158,13 +162,23 @@ class RunLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _move_torn_step(self) -> None:
-        whole, torn = _split_torn(self.metrics_path)
+    def _move_torn_step(self, path: Path) -> None:
+        whole, torn = _split_torn(path)
         if torn:
             self.event("superseded_step", text=torn.decode("utf-8", "replace"))
             os.fsync(self._events.fileno())
         if whole is not None:
-            replace_file(self.metrics_path, whole)
+            replace_file(path, whole)
+
+
+def _parted(path: Path, step: int) -> tuple[list[Line], list[Line]]:
+    """The lines of steps before this one, and the others."""
+    before, after = [], []
+    for line in iter_lines(path):
+        if not _is_step(line.record.get("step")):
+            raise ValueError(f"{path}, line {line.number}: no step number")
+        (after if line.record["step"] >= step else before).append(line)
+    return before, after
 
 
 def _append(file, line: bytes) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from moex.observe.health import dead_experts, end_loads, end_window
 from moex.observe.load import load_entropy, relative_load
-from moex.observe.run import Run
+from moex.observe.run import Run, as_number
 
 CAUSES = {
     "dropped": "beyond a capacity: not computed",
@@ -61,5 +61,5 @@ def lost_pairs(run: Run) -> dict[str, int]:
     A step that overflowed leaves no line of its own, so those are counted from the events of steps that were run again.
     """
     totals = {name: int(np.nansum(run[name])) for name in CAUSES}
-    totals["overflow"] += sum(int(event.get("overflow") or 0) for event in run.events_of("retry"))
+    totals["overflow"] += sum(int(as_number(event.get("overflow")) or 0) for event in run.events_of("retry"))
     return {name: total for name, total in totals.items() if total}

@@ -1,13 +1,12 @@
 """What quantisation did to the operands of a run's products: RUN/precision.jsonl, a line for each measured step."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moex.observe.jsonl import read_jsonl
+from moex.observe.jsonl import encode, read_jsonl
 from moex.precision.statistics import Summary, summary
 
 FILE = "precision.jsonl"
@@ -21,8 +20,8 @@ def write(run_folder: Path, step: int, measured: Mapping[str, np.ndarray]) -> No
         name: {operand: [summary(layer[i])._asdict() for layer in vectors] for i, operand in enumerate(OPERANDS)}
         for name, vectors in measured.items()
     }
-    with (run_folder / FILE).open("a") as file:
-        file.write(json.dumps(dict(step=step, products=products)) + "\n")
+    with (run_folder / FILE).open("ab") as file:
+        file.write(encode(dict(step=step, products=products)))
 
 
 def newest(run_folder: Path) -> tuple[int, list[tuple[str, str, Summary]]]:

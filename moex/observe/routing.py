@@ -19,6 +19,14 @@ def write(run: Path, step: int, experts_ABSLk, num_experts: int) -> Path:
     return path
 
 
+def supersede(run: Path, step: int) -> None:
+    """Moves the choices of this step and later ones, which will be done again, to a folder beside the others."""
+    later = [path for path in (run / FOLDER).glob("*.npz") if path.stem.isdigit() and int(path.stem) >= step]
+    for path in later:
+        path.parent.joinpath("superseded").mkdir(exist_ok=True)
+        path.replace(path.parent / "superseded" / path.name)
+
+
 def read(run: Path, first_step: int = 0) -> Iterator[tuple[int, np.ndarray, int]]:
     """(step, choices [A, B, S, L, k], E) of each recorded step from `first_step` on, in order.
 

@@ -3,14 +3,13 @@
 N steps, L MoE layers, E experts.
 """
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from moex.observe.jsonl import iter_lines, read_jsonl
+from moex.observe.jsonl import iter_lines, read_jsonl, read_object
 from moex.observe.load import counts_array
 
 _CONTINUES = ("start", "resume", "finish")
@@ -84,14 +83,15 @@ def read_run(run_dir: str | Path) -> Run:
     config, env = (_read_object(folder / name, problems) for name in ("config.json", "env.json"))
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
     kept = [event for event in events if event.get("kind") != "superseded_step"]
-    undone = [event.get("record") or {} for event in events if event.get("kind") == "superseded_step"]
+    records_of = (event.get("record") for event in events if event.get("kind") == "superseded_step")
+    undone = [record for record in records_of if isinstance(record, dict)]
     name = (config or {}).get("name")
     return Run(
         name=name if isinstance(name, str) and name else folder.resolve().name,
         steps=np.array([record["step"] for record in records], np.int64),
         values=_columns(records),
         counts=_stack_counts([record["expert_counts"] for record in records]),
-        gate_loads=_stack_rows([record.get("gate_load") or [] for record in records]),
+        gate_loads=_stack_rows([record["gate_load"] for record in records]),
         non_finite_steps=np.array([bool(record.get("non_finite")) for record in records]),
         events=kept,
         superseded=len(events) - len(kept),
@@ -108,10 +108,15 @@ def _read_steps(path: Path) -> list[dict]:
     by_step = {}
     for line in iter_lines(path):
         record = line.record
-        if as_number(record.get("step")) is None:
+        step = record.get("step")
+        if not isinstance(step, int) or not 0 <= step < 2**53:
             raise ValueError(f"{path}, line {line.number}: no step number")
-        record["expert_counts"] = counts_array(record.get("expert_counts")).astype(np.float32)
-        by_step[record["step"]] = record
+        try:
+            record["expert_counts"] = counts_array(record.get("expert_counts")).astype(np.float32)
+            record["gate_load"] = np.asarray(record.get("gate_load") or [], np.float32).reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {line.number}: no numbers of experts by layer ({error})") from error
+        by_step[step] = record
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -120,14 +125,10 @@ def _read_object(path: Path, problems: list[str]) -> dict | None:
         problems.append(f"{path.name} is missing")
         return None
     try:
-        value = json.loads(path.read_text("utf-8"))
+        return read_object(path)
     except ValueError as error:
         problems.append(f"{path.name} is broken ({error})")
         return None
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is broken (not an object)")
-        return None
-    return value
 
 
 def _times(records: list[dict]) -> np.ndarray:
@@ -140,15 +141,16 @@ def _columns(records: list[dict]) -> dict[str, np.ndarray]:
     def number(value: object) -> float:
         return float(value) if isinstance(value, bool | int | float) else math.nan
 
-    names = dict.fromkeys(name for record in records for name in record if name != "expert_counts")
+    arrays = ("expert_counts", "gate_load")
+    names = dict.fromkeys(name for record in records for name in record if name not in arrays)
     columns = {name: np.array([number(record.get(name)) for record in records]) for name in names}
     return {name: column for name, column in columns.items() if not np.isnan(column).all()}
 
 
-def _stack_rows(rows: list[list]) -> np.ndarray:
+def _stack_rows(rows: list[np.ndarray]) -> np.ndarray:
     stacked = np.full((len(rows), max(map(len, rows))), np.nan, np.float32)
     for index, row in enumerate(rows):
-        stacked[index, : len(row)] = np.asarray(row, np.float64)
+        stacked[index, : len(row)] = row
     return stacked
 
 

@@ -13,6 +13,7 @@ import jax
 
 from moex.cli import dump, load
 from moex.config import RunConfig
+from moex.observe.jsonl import read_object
 from moex.startup.inputs import Data
 from moex.validate import ConfigError
 
@@ -70,7 +71,7 @@ def check_existing(folder: Path, config: RunConfig, data: Data) -> dict[str, tup
             f"{folder} holds a run with another configuration: {text}. Pass another --folder, or those values"
         )
     plan = folder / "plan.json"
-    if plan.is_file() and json.loads(plan.read_text())["corpus_fingerprint"] != data.fingerprint:
+    if plan.is_file() and read_object(plan).get("corpus_fingerprint") != data.fingerprint:
         raise ConfigError(
             f"{folder} was trained on another corpus than {data.name}: give the one it was started with (the stdlib "
             "corpus changes with the Python version), or pass another --folder"

@@ -31,14 +31,19 @@ def matrix_dims(name: str, d: Declaration) -> MuonDimensionNumbers | None:
 
 
 def with_muon(
-    config: OptimizerConfig, declarations: Mapping, other: optax.GradientTransformation
+    config: OptimizerConfig, declarations: Mapping, other: optax.GradientTransformation, rates: Mapping
 ) -> optax.GradientTransformation:
     """Muon for parameters that are matrices, `other` for the rest: gradients -> direction for a learning rate of 1.
 
+    rates: factors of the parameters' rates; one of rate 0 has no moments and a direction of 0.
     An update's elements have the root mean square `muon_rms`, whatever the matrix's shape (arXiv 2502.16982 section 2.2).
     """
-    labels = param.named_map(lambda name, d: "other" if matrix_dims(name, d) is None else "muon", declarations)
-    return optax.partition(dict(muon=_muon(config, declarations), other=other), labels)
+
+    def label(name: str, d: Declaration, rate: float) -> str:
+        return "frozen" if not rate else "other" if matrix_dims(name, d) is None else "muon"
+
+    rules = dict(muon=_muon(config, declarations), other=other, frozen=optax.set_to_zero())
+    return optax.partition(rules, param.named_map(label, declarations, rates))
 
 
 class Momentum(NamedTuple):

@@ -89,11 +89,12 @@ def optimizer(config: OptimizerConfig, declarations: Mapping) -> optax.GradientT
     if config.name != "sgd":
         rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32)
         if config.name == "muon":
-            rule = with_muon(config, declarations, rule)
+            rule = with_muon(config, declarations, rule, factors)
         decays = param.tree_map(lambda d, rate: d.decays and rate > 0, declarations, factors)
         decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
         kept = rule if config.moments == "float32" else kept_in(jnp.dtype(config.moments), rule)
-        parts.append(optax.masked(kept, jax.tree.map(bool, factors)) if config.freeze else kept)
+        masked = config.freeze and config.name != "muon"  # which leaves the frozen out by itself
+        parts.append(optax.masked(kept, jax.tree.map(bool, factors)) if masked else kept)
         parts.append(decay)
     if any(rate != 1 for rate in jax.tree.leaves(factors)):
         parts.append(optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors)))

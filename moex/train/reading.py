@@ -15,8 +15,8 @@ from mesh.vma import vary
 from moex.config import RunConfig
 from moex.layers import param
 from moex.layers.tokens import Tokens
-from moex.models.decoder import Decoder, Enter, as_they_are
-from moex.train.step import Batch, entered, entering, hidden, nll_sum
+from moex.models.decoder import Decoder
+from moex.train.step import Batch, entry, hidden, nll_sum
 
 
 def reading_specs(fold: Fold) -> Batch:
@@ -27,20 +27,15 @@ def reading_specs(fold: Fold) -> Batch:
     return Batch(PartitionSpec(), *(split,) * 6)
 
 
-def for_reading(config: RunConfig, enter: Enter, shards: Mapping) -> tuple[Mapping, Enter]:
-    """Parameters and `enter` for forward passes alone: gathered at once, or each layer's where a device can't hold all."""
-    return (entered(enter, shards), as_they_are) if config.parallel.pp == 1 else (shards, enter)
-
-
 def make_eval_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> Callable:
     """(params, router_bias, batch) -> (sum of -log p over valid tokens, their number, overflow), over all devices.
 
     With an overflow above 0 the sum is not to be used.
     """
-    entry, pp = entering(config, decoder, fold), fold.dense.pp
+    pp = fold.dense.pp
 
     def run(shards: Mapping, bias_LE, batch: Batch):
-        params, enter = for_reading(config, entry, shards)
+        params, enter = entry(config, decoder, fold, shards)
 
         def add(total, micro):
             nll, stats, _ = nll_sum(config, decoder, fold, params, bias_LE, micro, enter)
@@ -59,10 +54,9 @@ def make_record_step(config: RunConfig, decoder: Decoder, fold: Fold, mesh) -> C
     """(params, router_bias, batch) -> experts that the router chooses, int32 [A, B, S, L, k], as `Batch.experts` takes
     them; `num_experts` in the places of padding.  Nothing is dropped and no noise is drawn.
     """
-    entry = entering(config, decoder, fold)
 
     def run(shards: Mapping, bias_LE, batch: Batch):
-        params, enter = for_reading(config, entry, shards)
+        params, enter = entry(config, decoder, fold, shards)
 
         def one(_, micro: Batch):
             tokens = Tokens(micro.segments, micro.positions, micro.index)

@@ -24,6 +24,7 @@ from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.precision.recipes import Precision, resolve
 from moex.precision.weight import ports, with_ports
+from moex.train import qk_clip
 from moex.train.further import further_loss, totals
 from moex.train.loss import cross_entropy_sum
 from moex.train.optim import learning_rate, without_frozen
@@ -53,7 +54,8 @@ class Batch(NamedTuple):
 
 class Sums(NamedTuple):
     """What micro-batches add up to; equal on all devices. See `MoEStats`: the losses are means over layers and
-    micro-batches, offsets_LE over micro-batches; counts and gates are sums; load and need are the most of any.
+    micro-batches, offsets_LE over micro-batches; counts and gates are sums; load, need and logits_LN, attention's largest
+    of all layers and heads with QK-clip, else None, are the most of any.
     """
 
     lm_loss: Leaf
@@ -72,10 +74,12 @@ class Sums(NamedTuple):
     offsets_LE: Leaf
     load: Leaf
     need: Leaf
+    logits_LN: Leaf = None
 
     def joined(self, other: "Sums") -> "Sums":
         """Of the micro-batches of both."""
-        most = {name: jnp.maximum(getattr(self, name), getattr(other, name)) for name in ("load", "need")}
+        largest = lambda name: jax.tree.map(jnp.maximum, getattr(self, name), getattr(other, name))
+        most = {name: largest(name) for name in ("load", "need", "logits_LN")}
         return jax.tree.map(jnp.add, self, other)._replace(**most)
 
 
@@ -130,6 +134,15 @@ def entered(enter: Enter, shards: Mapping) -> dict:
     return {name: enter(name, part) for name, part in shards.items()}
 
 
+def entry(config: RunConfig, decoder: Decoder, fold: Fold, shards: Mapping) -> tuple[Mapping, Enter]:
+    """Parameters and the `Enter` to give with them: gathered here and now with ZeRO-1, by each layer with ZeRO-3 or where
+    a device of a pipeline can't hold all.
+    """
+    enter = entering(config, decoder, fold)
+    at_once = config.parallel.zero == 1 and config.parallel.pp == 1
+    return (entered(enter, shards), as_they_are) if at_once else (shards, enter)
+
+
 def hidden(
     config: RunConfig,
     decoder: Decoder,
@@ -160,21 +173,27 @@ def nll_sum(
         return collectives.psum(nll, fold.dense.dp + fold.dense.cp), stats, activations
 
 
-def micro_loss(config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, totals, enter):
+def micro_loss(
+    config: RunConfig, decoder: Decoder, fold: Fold, params, steering, micro: Batch, totals, enter, meters=qk_clip.NONE
+):
     """One micro-batch's share of the step's loss, and its `Sums`; runs inside shard_map.
 
     The language-model loss is divided by the step's global number of valid tokens (`totals`), so micro-batches and devices
     add up, and each depth of multi-token prediction by its own;
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
-    router, layers = config.model.router, config.model.num_routers
-    nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, training=True)
+    router, layers, options = (
+        config.model.router,
+        config.model.num_routers,
+        dict(training=True, meters_LN=meters.layers),
+    )
+    nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, **options)
     lm_loss, mtp_loss = nll / totals[0], jnp.float32(0)
     if stats is None:
         return lm_loss, no_sums((0, router.num_experts))._replace(lm_loss=lm_loss)
     if config.model.mtp_depth:
         given = params, steering, micro, activations, totals[1:], enter
-        mtp_loss, more = further_loss(config, decoder, fold, *given, training=True)
+        mtp_loss, more = further_loss(config, decoder, fold, *given, training=True, meters_kN=meters.further)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), stats, more)
     share = 1 / config.train.accumulation
     terms = dict(
@@ -230,21 +249,23 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
     ZeRO-1 gathers parameters once, sums gradients of the gathered ones over micro-batches and reduces them once; ZeRO-3
     gathers a layer's parameters where the layer runs, and reduces its gradients there.
     """
-    places, enter_part = param.placements(decoder.declarations, fold), entering(config, decoder, fold)
+    places = param.placements(decoder.declarations, fold)
 
     def run(shards, bias_LE, batch: Batch):
         once = config.parallel.zero == 1
         step_key = jax.random.fold_in(jax.random.key(config.train.seed), batch.step)
-        params, enter = (entered(enter_part, shards), as_they_are) if once else (shards, enter_part)
+        params, enter = entry(config, decoder, fold, shards)
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         tokens_of_losses = totals(config, fold, batch)
 
         def micro_gradients(micro: Batch, number, seen_LE):
             key = jax.random.fold_in(step_key, number)
             steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
-            whole = lambda values: with_ports(params, values)
-            function = lambda p: micro_loss(config, decoder, fold, whole(p), steering, micro, tokens_of_losses, enter)
-            (loss, sums), grads = jax.value_and_grad(function, has_aux=True)(ports(params))
+            given = steering, micro, tokens_of_losses, enter
+            function = lambda p, read: micro_loss(config, decoder, fold, with_ports(params, p), *given, read)
+            differentiated = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+            (loss, sums), (grads, read) = differentiated(ports(params), qk_clip.meters(config, fold))
+            sums = sums._replace(logits_LN=qk_clip.over_devices(read, fold))
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, sums
 
         micros = batch._replace(step=None)
@@ -298,6 +319,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
+            params = qk_clip.clipped(config, params, sums.logits_LN)
         bias = state.router_bias
         if config.model.num_routers:
             bias = _next_bias(config.model.router, bias, sums)
@@ -322,6 +344,7 @@ def make_train_step(
         )  # fmt: skip
         router = config.model.router
         metrics |= dict(mtp_loss=sums.mtp) if config.model.mtp_depth else {}
+        metrics |= dict(max_logits=sums.logits_LN.max(axis=-1)) if config.optimizer.qk_clip else {}
         metrics |= dict(sequence_loss=sums.sequence) if router.sequence_coefficient else {}
         metrics |= dict(global_loss=sums.all_micros) if router.global_coefficient else {}
         metrics |= dict(clones=sums.clones, echo_load=sums.load) if config.parallel.echo_slots else {}

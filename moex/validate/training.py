@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import jax
+
 from moex.config import OptimizerConfig, RunConfig
 from moex.data import STDLIB, ramp_of
 from moex.models.decoder import Decoder
@@ -9,6 +11,7 @@ from moex.observe.profile import parse_range
 from moex.observe.trackers import PACKAGES
 from moex.precision.recipes import KINDS, resolve
 from moex.train.optim import cooldown_steps, parse_scale, rates
+from moex.train.qk_clip import NAMES
 from moex.validate.numbers import negative, not_above_zero
 
 
@@ -92,8 +95,7 @@ def optimizer_problems(config: RunConfig) -> list[str]:
     if opt.name != "muon":
         odd = [n for n in ("muon_momentum", "muon_rms") if getattr(opt, n) != getattr(OptimizerConfig, n)]
         problems += [f"optimizer.{', '.join(odd)} has no effect with name={opt.name}"] if odd else []
-    elif opt.freeze:
-        problems.append("optimizer.freeze is not built for name=muon: use adamw")
+    problems += _qk_clip_problems(config)
     for name in ("beta1", "beta2", "ema_decay", "muon_momentum"):
         if not 0 <= (beta := getattr(opt, name)) < 1:
             problems.append(f"optimizer.{name}={beta} must be at least 0 and below 1")
@@ -114,15 +116,42 @@ def optimizer_problems(config: RunConfig) -> list[str]:
     return problems
 
 
+def _qk_clip_problems(config: RunConfig) -> list[str]:
+    opt, a = config.optimizer, config.model.attention
+    problems = negative("optimizer", qk_clip=opt.qk_clip)
+    if not 0 <= opt.qk_clip_alpha <= 1:
+        problems.append(f"optimizer.qk_clip_alpha={opt.qk_clip_alpha} must lie between 0 and 1")
+    if opt.qk_clip_alpha != OptimizerConfig.qk_clip_alpha and not opt.qk_clip:
+        problems.append(f"optimizer.qk_clip_alpha={opt.qk_clip_alpha} has no effect with qk_clip=0")
+    if opt.qk_clip and (a.qk_norm or a.soft_cap):
+        problems.append(
+            f"optimizer.qk_clip={opt.qk_clip}: qk_norm={a.qk_norm} and soft_cap={a.soft_cap} bound attention logits already, "
+            "whatever the size of query and key weights: set qk_clip to 0"
+        )
+    if opt.qk_clip and config.parallel.pp > 1:
+        problems.append(
+            f"optimizer.qk_clip={opt.qk_clip} is not built for parallel.pp={config.parallel.pp}: set it to 0"
+        )
+    return problems
+
+
 def pattern_problems(config: RunConfig) -> list[str]:
     """Of patterns that name parameters; the model must be without problems of its own."""
     if not (config.optimizer.freeze or config.optimizer.lr_scales):
         return []
     try:
-        rates(config.optimizer, Decoder(config.model).declarations)
+        factors = rates(config.optimizer, Decoder(config.model).declarations)
     except ValueError as error:
         return [f"optimizer.freeze, lr_scales: {error}"]
-    return []
+    clipped = {f"attention.{name}" for name in NAMES[config.model.attention.kind]} if config.optimizer.qk_clip else {}
+    frozen = [
+        name
+        for path, rate in jax.tree.leaves_with_path(factors)
+        if not rate and (name := jax.tree_util.keystr(path, simple=True, separator=".")).split(".", 1)[-1] in clipped
+    ]
+    return (
+        [f"optimizer.qk_clip scales {', '.join(frozen)}, which optimizer.freeze holds: leave one out"] if frozen else []
+    )
 
 
 def ramp_problems(config: RunConfig) -> list[str]:

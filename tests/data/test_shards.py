@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from moex.data import Batches, Packed, Tokens, Windows, check_mixture, open_corpus, unigram_entropy
 from moex.data.__main__ import main
 from moex.data.documents import read_documents
-from moex.data.shards import read_index
+from moex.data.index import read_index
 from moex.data.tokenize import write_corpus
 from moex.data.tokenizers import Bytes, FromFile
 

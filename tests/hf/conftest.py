@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -63,3 +64,11 @@ def public(tmp_path, monkeypatch) -> Public:
     # `jax.distributed` cannot start in a process that has used devices.
     monkeypatch.setattr("mesh.distributed.initialise", lambda: Start("one process", None, 1, 0))
     return Public(tmp_path)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """A machine with one device, as far as the commands know."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "devices", lambda *_: first)

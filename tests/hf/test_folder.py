@@ -52,7 +52,7 @@ def test_other_quantisations_are_refused(public):
     with pytest.raises(ValueError, match="quant_method='gptq' must be fp8 or mxfp4"):
         Folder(folder)
     (folder / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ValueError, match="must hold a JSON object"):
+    with pytest.raises(ValueError, match="holds no JSON object"):
         Folder(folder)
     with pytest.raises(ValueError, match="is no folder"):
         Folder(folder / "nothing")

@@ -22,14 +22,6 @@ MESH = ("--parallel.dp=2", "--parallel.cp=2", "--parallel.tp=2", "--parallel.edp
         "--parallel.transport=alltoall", "--train.batch-size=4")  # fmt: skip
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """A machine with one device, as far as the commands know."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("one_device")
 def test_import_then_export_gives_every_tensor_back(name, public, capsys):

@@ -14,6 +14,7 @@ from moex.layers.rope import feature_scale, frequencies, rotate, softmax_scale
 from moex.models.families import FAMILIES, from_public, to_public
 from moex.models.pattern import Kind, kinds, segments
 from moex.models.public import TRAINING_ONLY, flattened
+from tests.odd import changed
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PUBLIC = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("hf/*/config.json"))}
@@ -146,3 +147,17 @@ def test_layers_are_cut_into_few_scans_of_few_layers():
     odd = (Kind(True, 0), Kind(False, 0), Kind(True, 0), Kind(True, 4), Kind(True, 0))
     cut = segments(odd)
     assert tuple(kind for s in cut for _ in range(s.repeats) for kind in s.period) == odd
+
+
+@every_family
+def test_every_wrong_field_is_refused_or_of_its_type(name):
+    """Whatever stands in a public file: a reason, or a configuration whose values are of their fields' types."""
+    refused, usual = 0, flattened(ModelConfig())
+    for path, new in changed(PUBLIC[name]):
+        try:
+            found = flattened(from_public(new))
+        except ValueError:
+            refused += 1
+        else:
+            assert all(type(found[key]) is type(value) for key, value in usual.items()), path
+    assert refused > 100

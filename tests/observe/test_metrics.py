@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from moex.observe import operands, routing
 from moex.observe.jsonl import encode
 from moex.observe.metrics import STEP_FIELDS, RunLog, read_jsonl
+from moex.precision.statistics import SIZE
 
 
 def strict(text: str):
@@ -137,6 +139,30 @@ def test_resume_moves_later_steps_and_leaves_earlier_lines_as_they_were(tmp_path
         ("superseded_step", 5, 5.0),
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
+
+
+def test_resume_moves_the_steps_of_every_file_that_has_some(tmp_path):
+    """Measurements of precision and recorded choices, too; a torn line of either file is kept as text."""
+    with RunLog(tmp_path) as log:
+        for step in range(6):
+            log.step(record(step))
+    for step in (0, 2, 4):
+        vector = np.ones((1, 3, SIZE))
+        operands.write(tmp_path, step, {"a": vector})
+        routing.write(tmp_path, step, np.zeros((1, 1, 1, 1, 1), np.int32), 2)
+    with (tmp_path / "precision.jsonl").open("a") as file:
+        file.write('{"step": 5, "prod')
+    with RunLog(tmp_path) as log:
+        assert log.resume(3) == 4
+        routing.supersede(tmp_path, 3)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in lines(tmp_path / "precision.jsonl")] == [0, 2]
+    torn, *moved = lines(tmp_path / "events.jsonl")
+    assert (torn["kind"], torn["text"]) == ("superseded_step", '{"step": 5, "prod')
+    assert [(e["step"], e.get("file")) for e in moved] == [(3, None), (4, None), (5, None), (4, "precision.jsonl")]
+    assert moved[-1]["record"]["products"]["a"].keys() == {"x", "dy", "w"}
+    assert [step for step, *_ in routing.read(tmp_path)] == [0, 2]
+    assert [path.name for path in (tmp_path / "routing/superseded").iterdir()] == ["00000004.npz"]
 
 
 def test_resume_past_the_last_step_changes_nothing(tmp_path):

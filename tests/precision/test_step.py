@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 
 from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig
+from moex.evaluate.score import make_score_step
+from moex.generate.decode import continuing
+from moex.train.program import build
+from moex.validate import resolve_fold
 from tests.train.tiny import MODELS, Harness, one_step, tiny_config
 
 FULL = PrecisionConfig(compute_dtype="float32")
@@ -101,3 +105,18 @@ def test_first_and_last_layers_stay_high_on_request():
     first, last = run(recipe="fp8_block", high_first=1), run(recipe="fp8_block", high_last=1)
     losses = {float(s.metrics["loss"]) for s in (none, both, first, last)}
     assert len(losses) == 4
+
+
+def test_evaluation_records_and_generation_take_layers_that_stay_high():
+    """Each reads a layer's weights as the layer computes with them; traced only."""
+    model = dataclasses.replace(MODELS["gqa"], d_model=128, expert_width=128)
+    precision = dataclasses.replace(FULL, recipe="fp8_block", high_first=1)
+    config = tiny_config(model, parallel=ParallelConfig(zero=3), precision=precision)
+    program = build(config, resolve_fold(config.parallel, 1), jax.devices()[:1])
+    given = program.state.params, program.state.router_bias
+    assert jax.eval_shape(program.eval, *given, program.batch)[0].shape == ()
+    assert jax.eval_shape(program.record, *given, program.batch).shape == (1, 32, 16, 2, 2)
+    ids, lengths, whole = np.zeros((4, 16), np.int32), np.ones((4,), np.int32), np.int32(1)
+    options = ids, lengths, whole, whole, np.float32(1), np.float32(1), np.uint32(1)
+    assert jax.eval_shape(continuing(program, 16), *given, *options).shape == (4, 16)
+    assert jax.eval_shape(make_score_step(program), program.state, program.batch)[0].shape == (1, 32, 16)

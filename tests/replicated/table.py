@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from mesh import collectives
-from mesh.vma import typed, unvary
+from mesh.vma import typed, unvary, vary, varying
 from moex import dispatch
 from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RopeConfig, RouterConfig
 from moex.dispatch import legs
@@ -96,8 +96,9 @@ def dense_layers():
         if not blocks:
             return attend(q, k, v, tokens_of(inputs), tokens_of(inputs), scale=0.5, window=5, ordered=True)
         places, sinks = Places(inputs["segments"], inputs["index"]), weights["q"][0, 0, 0]
-        rule = Rule(scale=0.5, soft_cap=2.0)
-        return blockwise.attention(q, k, v, places, places, rule, sinks_N=sinks, ordered=True, block_size=3)
+        rule, meter = Rule(scale=0.5, soft_cap=2.0), vary(jnp.zeros((N,)), varying(q))
+        sinks_and_meter = dict(sinks_N=sinks, meter_N=meter)
+        return blockwise.attention(q, k, v, places, places, rule, **sinks_and_meter, ordered=True, block_size=3)
 
     weights = {name: normal(i, 1, 1, 1, H) for i, name in enumerate("qkv")}
     inputs = {name: normal(i, B, S, n, H) for i, (name, n) in enumerate(zip("qkv", (N, 2, 2), strict=True))} | PLACES

@@ -39,6 +39,10 @@ WITHOUT_GRADIENT = {
     "moex.balance.capacity.capacity_slots": "a form for users; its weights are those of apply_capacity",
     "moex.layers.tokens.unpacked": "makes whole numbers of no array",
     "moex.layers.tokens.own_part": "cuts whole numbers; the decoder's tests and foldings run it",
+    "moex.layers.recall.places": "whole numbers; generation's tests run it",
+    "moex.layers.recall.recalled": "of generation, which has no gradient",
+    "moex.layers.recall.remember": "of generation, which has no gradient",
+    "moex.layers.recall.texts": "of generation, which has no gradient",
     "moex.dispatch.unavailable": "takes no arrays",
     "moex.models.decoder.as_they_are": "changes nothing",
 }
