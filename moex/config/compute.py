@@ -31,7 +31,7 @@ class PrecisionConfig:
     """Quantised weights are gathered in the compute dtype and then quantised, or quantised where they are stored, from the
     float32 master, and gathered as codes."""
     high_first: int = 0
-    """The first this many layers compute in the compute dtype, whatever the recipes; needs parallel.zero 3."""
+    """The first this many layers compute in the compute dtype, whatever the recipes."""
     high_last: int = 0
     """The last this many layers likewise."""
     emulate: bool = False

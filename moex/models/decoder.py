@@ -30,6 +30,7 @@ from moex.layers.tokens import Tokens, own_part
 from moex.memory.recompute import recomputed
 from moex.memory.stash import Stash, sink
 from moex.models.pattern import Kind, Segment, kinds, segments
+from moex.models.stacks import Stacks
 
 
 class Enter(Protocol):
@@ -181,10 +182,7 @@ class Decoder:
         """
         ends = enter("ends", params["ends"])
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
-        layers = {name: params[name] for name in params if name.endswith("_layers")}
-        if "moe_layers" in layers:
-            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
-            layers["moe_layers"] = layers["moe_layers"], own
+        stacks = Stacks(params, Steering.of(steering), self.kinds)
         stash, stats, options = None, [], dict(training=training, record=record)
 
         def run(kind: Kind, x_BSD, stash, weights, steering, meter_N):
@@ -193,23 +191,20 @@ class Decoder:
 
         def body(period: tuple[Kind, ...], carry, given):
             layers, meters = given
-            stats, at = [], dict.fromkeys(layers, 0)
-            for place, kind in enumerate(period):
-                mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
-                at[kind.stack] += 1
-                weights, steering = mine if kind.sparse else (mine, Steering())
+            stats = []
+            for place, (kind, weights, steering) in enumerate(stacks.each(period, layers)):
                 layer = recomputed("layer", self.memory.recompute)(functools.partial(run, kind))
                 *carry, of_layer = layer(*carry, weights, steering, None if meters is None else meters[place])
                 stats += [of_layer] if kind.sparse else []
             return tuple(carry), jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
 
-        done, first = dict.fromkeys(layers, 0), 0
+        first = 0
         for segment in self._segments:
             if stash is None and self.memory.stash and training and any(kind.sparse for kind in segment.period):
                 stash = self._stash(x_BSD, params["moe_layers"], enter, fold)
-            given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
             meters, first = _of_segment(meters_LN, first, segment), first + len(segment.period) * segment.repeats
-            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), (given, meters))
+            given = stacks.of(segment), meters
+            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), given)
             stats += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
@@ -265,18 +260,12 @@ class Decoder:
         """
         ends, kept = enter("ends", params["ends"]), []
         x_BSD = embed(ids_BS, ends["embedding"], fold).astype(dtype)
-        layers = {name: params[name] for name in params if name.endswith("_layers")}
-        if "moe_layers" in layers:
-            own = jax.tree.map(lambda x: x[: self.config.num_moe_layers], Steering.of(steering))
-            layers["moe_layers"] = layers["moe_layers"], own
+        stacks = Stacks(params, Steering.of(steering), self.kinds)
 
         def body(period: tuple[Kind, ...], carry, given):
             (x_BSD, memory), (number, layers) = carry, given
-            kept, at = [], dict.fromkeys(layers, 0)
-            for place, kind in enumerate(period):
-                mine = jax.tree.map(lambda x, i=at[kind.stack]: x[i], layers[kind.stack])
-                at[kind.stack] += 1
-                weights, steering = mine if kind.sparse else (mine, Steering())
+            kept = []
+            for place, (kind, weights, steering) in enumerate(stacks.each(period, layers)):
                 layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
                 normed_BSD = layer.attention_norm(x_BSD)
                 if memory is None:
@@ -287,14 +276,12 @@ class Decoder:
                 x_BSD = layer.feed_forward(x_BSD + y_BSD, None, steering, tokens, fold)[0]
             return (x_BSD, memory), jax.tree.map(lambda *x: jnp.stack(x), *kept) if kept else None
 
-        done, first = dict.fromkeys(layers, 0), 0
+        first = 0
         for segment in self._segments:
-            given = {name: part for name in layers if (part := _taken(layers[name], name, done, segment)) is not None}
             numbers = first + len(segment.period) * jnp.arange(segment.repeats)
             first += len(segment.period) * segment.repeats
-            (x_BSD, memory), found = lax.scan(
-                functools.partial(body, segment.period), (x_BSD, memory), (numbers, given)
-            )
+            given = numbers, stacks.of(segment)
+            (x_BSD, memory), found = lax.scan(functools.partial(body, segment.period), (x_BSD, memory), given)
             kept += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         if memory is None:
             memory = jax.tree.map(lambda *x: jnp.concatenate(x), *kept)
@@ -312,16 +299,6 @@ class Decoder:
         """The head's weight [V, D], float32; the embedding where they are tied."""
         ends = enter("ends", params["ends"])
         return ends["embedding" if self.config.tie_embeddings else "head"]
-
-
-def _taken(stack, name: str, done: dict[str, int], segment: Segment):
-    """The layers of a stack that a segment runs, [repeats, layers of a period, ...], or None; `done` moves on by them."""
-    size = sum(kind.stack == name for kind in segment.period)
-    if not size:
-        return None
-    first, last = done[name], done[name] + size * segment.repeats
-    done[name] = last
-    return jax.tree.map(lambda x: x[first:last].reshape(segment.repeats, size, *x.shape[1:]), stack)
 
 
 def _of_segment(x_L, first: int, segment: Segment):

@@ -19,6 +19,11 @@ class Kind(NamedTuple):
         """The stack of parameters that the layer is in."""
         return "moe_layers" if self.sparse else "dense_layers"
 
+    @property
+    def own_stack(self) -> str:
+        """Its name after `parted`."""
+        return f"{self.stack}_high" if self.high else self.stack
+
 
 class Segment(NamedTuple):
     """Layers that one scan runs: those of `period`, one after the other, `repeats` times."""

@@ -5,7 +5,7 @@ vectors are AdamW's. The work is optax's; here is which dims of a parameter are 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,9 @@ def with_muon(
     def label(name: str, d: Declaration, rate: float) -> str:
         return "frozen" if not rate else "other" if matrix_dims(name, d) is None else "muon"
 
-    rules = dict(muon=_muon(config, declarations), other=other, frozen=optax.set_to_zero())
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        "muon": _muon(config, declarations), "other": other, "frozen": optax.set_to_zero(),
+    }  # fmt: skip
     return optax.partition(rules, param.named_map(label, declarations, rates))
 
 

@@ -22,6 +22,7 @@ from moex.layers import param
 from moex.layers.moe import Steering
 from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Enter, as_they_are
+from moex.models.stacks import joined, parted
 from moex.precision.recipes import Precision, resolve
 from moex.precision.weight import ports, with_ports
 from moex.train import qk_clip
@@ -129,9 +130,10 @@ def recipes_on_entry(config: RunConfig) -> Precision:
     return dataclasses.replace(precision, experts=None) if config.parallel.echo_slots else precision
 
 
-def entered(enter: Enter, shards: Mapping) -> dict:
-    """All parts at once."""
-    return {name: enter(name, part) for name, part in shards.items()}
+def entered(enter: Enter, shards: Mapping, decoder: Decoder) -> dict:
+    """All parts at once, layers that compute high apart (`stacks.parted`)."""
+    parts = parted(shards, decoder.kinds)
+    return {name: enter(name.removesuffix("_high"), part, name.endswith("_high")) for name, part in parts.items()}
 
 
 def entry(config: RunConfig, decoder: Decoder, fold: Fold, shards: Mapping) -> tuple[Mapping, Enter]:
@@ -140,7 +142,7 @@ def entry(config: RunConfig, decoder: Decoder, fold: Fold, shards: Mapping) -> t
     """
     enter = entering(config, decoder, fold)
     at_once = config.parallel.zero == 1 and config.parallel.pp == 1
-    return (entered(enter, shards), as_they_are) if at_once else (shards, enter)
+    return (entered(enter, shards, decoder), as_they_are) if at_once else (shards, enter)
 
 
 def hidden(
@@ -284,7 +286,7 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
             numbers = jnp.arange(config.train.accumulation, dtype=jnp.int32)
             (grads, loss, sums), _ = lax.scan(add, start, (micros, numbers))
         if once:
-            grads = jax.tree.map(lambda p, g: p.leave(g), places, grads)
+            grads = jax.tree.map(lambda p, g: p.leave(g), places, joined(grads, decoder.kinds))
         return grads, loss, sums, valid
 
     return run

@@ -86,9 +86,9 @@ def _precision_problems(config: RunConfig) -> list[str]:
             f"precision.high_first={precision.high_first} and high_last={precision.high_last} are all {layers} layers: no "
             "recipe has an effect; leave the recipes at compute"
         )
-    if high and config.parallel.zero != 3:
+    if high and config.parallel.zero != 3 and config.parallel.pp > 1:
         problems.append(
-            "precision.high_first and high_last need parallel.zero=3: with 1 all layers' weights are quantised at once"
+            "precision.high_first and high_last need parallel.zero=3 with pp above 1: a stage's weights enter in one way"
         )
     if high and config.memory.stash:
         problems.append("memory.stash keeps rows of one kind: set precision.high_first and high_last to 0")

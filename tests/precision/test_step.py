@@ -96,22 +96,30 @@ def test_layers_computed_again_give_the_same_bits():
 
 
 def test_first_and_last_layers_stay_high_on_request():
-    """Two layers, one high: neither the step with both in the recipe nor the one with none."""
-    zero = ParallelConfig(zero=3)
+    """Two layers, one high: neither the step with both in the recipe nor the one with none; the same with either ZeRO."""
     model = dataclasses.replace(MODELS["gqa"], d_model=128, expert_width=128)
-    run = lambda **fields: one_step(tiny_config(model, parallel=zero, precision=dataclasses.replace(FULL, **fields)), 1)
+
+    def run(zero=1, **fields):
+        precision = dataclasses.replace(FULL, **fields)
+        return one_step(tiny_config(model, parallel=ParallelConfig(zero=zero), precision=precision), 1)
+
     assert model.num_layers == 2
     none, both = run(), run(recipe="fp8_block")
     first, last = run(recipe="fp8_block", high_first=1), run(recipe="fp8_block", high_last=1)
     losses = {float(s.metrics["loss"]) for s in (none, both, first, last)}
     assert len(losses) == 4
+    in_layers = run(recipe="fp8_block", high_last=1, zero=3)
+    np.testing.assert_allclose(in_layers.metrics["loss"], last.metrics["loss"], rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(in_layers.change), jax.tree.leaves(last.change), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
-def test_evaluation_records_and_generation_take_layers_that_stay_high():
+@pytest.mark.parametrize("zero", [1, 3])
+def test_evaluation_records_and_generation_take_layers_that_stay_high(zero):
     """Each reads a layer's weights as the layer computes with them; traced only."""
     model = dataclasses.replace(MODELS["gqa"], d_model=128, expert_width=128)
     precision = dataclasses.replace(FULL, recipe="fp8_block", high_first=1)
-    config = tiny_config(model, parallel=ParallelConfig(zero=3), precision=precision)
+    config = tiny_config(model, parallel=ParallelConfig(zero=zero), precision=precision)
     program = build(config, resolve_fold(config.parallel, 1), jax.devices()[:1])
     given = program.state.params, program.state.router_bias
     assert jax.eval_shape(program.eval, *given, program.batch)[0].shape == ()
