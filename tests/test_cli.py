@@ -123,6 +123,7 @@ CONFIGURATIONS = {
     "--parallel.pp=2 --train.accumulation=2 --train.ramp-sizes 4 --train.ramp-samples 8": ["4 rows are 1 micro-batches"],
     "--parallel.pp=8 --train.accumulation=8": ["parallel.pp=8", "4 layers don't fill 8 x 1 = 8 stages"],
     "--parallel.pp=2 --parallel.layout=Ett|tL --train.accumulation=2": ["layout 'Ett|tL'", "E, 4 t, 0 m and L"],
+    "--parallel.pp=2 --train.accumulation=2 --optimizer.qk-clip=50": ["optimizer.qk_clip=50.0 reads attention's logits"],
     "--parallel.overlap True": ["parallel.overlap has no effect without rows that travel"],
     "--parallel.overlap True --parallel.ep=2 --parallel.transport=alltoall": ["no effect with train.accumulation=1"],
     "--parallel.overlap True --parallel.ep=2 --parallel.transport=ragged": ["transport ragged waits", "use allgather or"],

@@ -23,6 +23,11 @@ def pipeline_problems(config: RunConfig) -> list[str]:
             f"memory.stash={','.join(config.memory.stash)} keeps rows in the order of one backward pass, which neither a "
             "pipeline nor parallel.overlap has: use memory.recompute"
         )
+    if config.optimizer.qk_clip and (parallel.pp > 1 or parallel.overlap):
+        problems.append(
+            f"optimizer.qk_clip={config.optimizer.qk_clip} reads attention's logits where one device has all layers of a "
+            "micro-batch: set it to 0, or use pp=1 without parallel.overlap"
+        )
     return problems
 
 
