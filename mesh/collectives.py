@@ -46,14 +46,24 @@ def pmax(x, axes: Axes):
 
 
 def of_last(x, axes: Axes):
-    """The array of the view's last device, on all of them. Its gradient is the sum of theirs, on the last alone.
+    """The array of the view's last device, on all of them. Its gradient is the float32 sum of theirs, on the last alone."""
+    return _of_last(vary(x, axes), axes) if axes else x
 
-    It travels in float32, as its gradient does, and comes back in its own dtype.
-    """
-    if not axes:
-        return x
-    last = axis_index(axes) == axis_size(axes) - 1
-    return psum(jnp.where(last, x, jnp.zeros_like(x)).astype(jnp.float32), axes).astype(x.dtype)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _of_last(x, axes: Axes):
+    return vary(lax.psum(_on_last(x, axes), axes), axes)
+
+
+def _on_last(x, axes: Axes):
+    return jnp.where(axis_index(axes) == axis_size(axes) - 1, x, jnp.zeros_like(x))
+
+
+def _of_last_bwd(axes, _, g):
+    return (_on_last(lax.psum(g.astype(jnp.float32), axes).astype(g.dtype), axes),)
+
+
+_of_last.defvjp(lambda x, axes: (_of_last(x, axes), None), _of_last_bwd)
 
 
 def psum_scatter(x, axes: Axes, *, dim: int):

@@ -12,6 +12,7 @@ from pathlib import Path
 from moex.cli import GPUS, fail, parse
 from moex.launch.scripts import jobset, slurm
 from moex.plan.cache import cached
+from moex.plan.compiled import compiler_flags
 from moex.plan.target import KINDS, Target, parse_target
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
@@ -49,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_on(config, resolve_fold(config.parallel, target.num_gpus), device_kind=KINDS[target.name])
     except ConfigError as error:
         return fail(error)
-    verdict = _verdict(config, target)
+    told = dict(verdict=_verdict(config, target), flags=compiler_flags(config))
     if options.scheduler == "slurm":
-        text = slurm(config.name, rest, target, verdict=verdict, per=options.per, hours=options.hours)
+        text = slurm(config.name, rest, target, **told, per=options.per, hours=options.hours)
     else:
-        text = jobset(config.name, rest, target, verdict=verdict, image=options.image, volume=options.volume)
+        text = jobset(config.name, rest, target, **told, image=options.image, volume=options.volume)
     if options.out is None:
         print(text, end="")
         return 0

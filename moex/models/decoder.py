@@ -237,7 +237,7 @@ class Decoder:
 
             def run(x_BSD, weights, meter_N):
                 module = nnx.merge(self._further, enter("mtp", weights))
-                embedded_BSD = embed(known.ids, embedding, fold, over).astype(x_BSD.dtype)
+                embedded_BSD = embed(known.ids, embedding, fold, over, x_BSD.dtype)
                 x_BSD = module.ahead(x_BSD, embedded_BSD)
                 x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, meter_N=meter_N, **options)
                 return module.ahead.norm(x_BSD), stats
@@ -313,13 +313,15 @@ def _norm_graph(config: ModelConfig):
     return nnx.graphdef(RMSNorm(config.d_model, config.norm_eps))
 
 
-def embed(ids_BS, weight_VD, fold: Fold, over: Axes = ()):
+def embed(ids_BS, weight_VD, fold: Fold, over: Axes = (), dtype=None):
     """Rows of the embedding by token id: ids [B, S] equal over tp -> [B, S / tp, D], each device holding V rows.
 
-    over: axes that split tp's rows further.
+    over: axes that split tp's rows further.  dtype: of the result, the weight's by default; only one term of a sum over
+    `over` isn't zero, so it is exact in any.
     """
     tp = fold.dense.tp
     local_BS = ids_BS - collectives.axis_index(tp + over) * weight_VD.shape[0]
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
     rows = weight_VD[jnp.where(mine_BS, local_BS, 0)] * mine_BS[..., None]
-    return collectives.psum(collectives.psum_scatter(rows, tp, dim=1), over)
+    found = collectives.psum_scatter(rows, tp, dim=1)
+    return collectives.psum(found.astype(dtype or found.dtype), over)

@@ -125,8 +125,14 @@ class Cut:
             rows, plan, beside = landed
             return build(weights, known).land(rows, plan, beside, fold), None
 
-        there = lambda weights, known, sent: (legs.travel(sent[0], sent[1], fold), None)
-        home = lambda weights, known, sent: (legs.travel_home(sent[0], sent[1], fold), None)
+        def there(weights, known, sent):
+            with jax.named_scope("moe"), jax.named_scope("dispatch"):
+                return legs.travel(*sent, fold=fold), None
+
+        def home(weights, known, sent):
+            with jax.named_scope("moe"), jax.named_scope("combine"):
+                return legs.travel_home(*sent, fold=fold), None
+
         zeros = lambda tree: jax.tree.map(lambda like: like.zeros(), tree)
         parts = _parts(weights)
         plan = zeros_like(jax.eval_shape(before, parts.before, known, given)[1][0])

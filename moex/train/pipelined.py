@@ -171,8 +171,8 @@ class _Model:
         return steer(self.config, self.bias_LE, micro, seen_LE=seen_LE, key=jax.random.fold_in(self.step_key, m))
 
     def embed(self, ends, m):
-        x_BSD = embed(self.micro(m).ids, ends["ends"]["embedding"], self.fold, self.pp)
-        return vary(x_BSD.astype(self.dtype), self.fold.names)
+        x_BSD = embed(self.micro(m).ids, ends["ends"]["embedding"], self.fold, self.pp, self.dtype)
+        return vary(x_BSD, self.fold.names)
 
     def known(self, kind: Kind, slot: ticks.At, m) -> Known:
         micro, steering = self.micro(m), Steering()
