@@ -42,8 +42,10 @@ def with_muon(
     def label(name: str, d: Declaration, rate: float) -> str:
         return "frozen" if not rate else "other" if matrix_dims(name, d) is None else "muon"
 
-    rules = dict(muon=_muon(config, declarations), other=other, frozen=optax.set_to_zero())
-    return optax.partition(rules, param.named_map(label, declarations, rates))
+    return optax.partition(
+        dict(muon=_muon(config, declarations), other=other, frozen=optax.set_to_zero()),
+        param.named_map(label, declarations, rates),
+    )
 
 
 class Momentum(NamedTuple):
