@@ -128,10 +128,6 @@ def _qk_clip_problems(config: RunConfig) -> list[str]:
             f"optimizer.qk_clip={opt.qk_clip}: qk_norm={a.qk_norm} and soft_cap={a.soft_cap} bound attention logits already, "
             "whatever the size of query and key weights: set qk_clip to 0"
         )
-    if opt.qk_clip and config.parallel.pp > 1:
-        problems.append(
-            f"optimizer.qk_clip={opt.qk_clip} is not built for parallel.pp={config.parallel.pp}: set it to 0"
-        )
     return problems
 
 
