@@ -111,7 +111,6 @@ def _flags(values: dict[str, Any], prefix: str = "--"):
 
 def _tyro(arguments: list[str], default: RunConfig, program: str = "train.py") -> RunConfig:
     _refuse_unknown(arguments)
-    _refuse_repeated(arguments)
     return tyro.cli(
         RunConfig,
         args=arguments,
@@ -120,13 +119,6 @@ def _tyro(arguments: list[str], default: RunConfig, program: str = "train.py") -
         description=USAGE,
         config=(tyro.conf.FlagConversionOff,),
     )
-
-
-def _refuse_repeated(arguments: list[str]) -> None:
-    """Raises ConfigError for an option that is given twice: of two values one would be lost."""
-    names = [a.partition("=")[0].replace("-", "_").replace("__", "--", 1) for a in arguments if a.startswith("--")]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(twice)}: given more than once; give it once")
 
 
 def _refuse_unknown(arguments: list[str]) -> None:

@@ -262,8 +262,6 @@ CONFIGURATIONS = {
     "--precision=fp8_block --precision.high-first=3 --precision.high-last=3": ["together at most model.num_layers=4"],
     "--precision=fp8_block --precision.attention=compute --precision.experts=compute": [
         "precision.recipe=fp8_block has no effect: each kind of product has one of its own"],
-    "--precision=fp8_block --precision=mxfp8": ["--precision.recipe: given more than once"],
-    "--train.batch-size=4 --train.batch_size 8": ["--train.batch_size: given more than once"],
     "--precision=fp8_block --parallel.zero=3 --precision.high-first=2 --precision.high-last=2": [
         "precision.high_first=2 and high_last=2 are all 4 layers"],
     "--precision.high-last=1": ["precision.high_first and high_last have no effect without a recipe"],
