@@ -54,8 +54,9 @@ def products():
             weight = enter(part(w, where.zero, where.zero_dim), where, RECIPES["fp8_block"], **options)
         return on_each_device(lambda i: linear(i["x"], weight), inputs)
 
-    inputs = dict(x=normal(2, 2, 5, 2 * W), sizes=SIZES)
-    yield "linear, gathered in codes", Case(gathered, normal(0, 2 * W, W) / 16, inputs, communicates=True)
+    for name, shape in {"": (2 * W, W), ", tiles on both devices": (W, 3 * W // 2)}.items():
+        inputs = dict(x=normal(2, 2, 5, shape[0]), sizes=SIZES)
+        yield f"linear, gathered in codes{name}", Case(gathered, normal(0, *shape) / 16, inputs, communicates=True)
 
 
 def wires():
