@@ -70,10 +70,10 @@ def timeline_of(config: RunConfig, text: str, target: Target) -> Timeline:
 
 
 def rows_on_their_way(timeline: Timeline, least_bytes: int = 1 << 20) -> dict[str, float]:
-    """bytes, seconds and exposed seconds of large all-to-alls over ep in a step; alone: how many have nothing beside them."""
+    """bytes, seconds and exposed seconds of rows' all-to-alls in a step; alone: how many have nothing beside them."""
     found = dict(bytes=0.0, hidden_bytes=0.0, seconds=0.0, exposed_s=0.0, alone=0.0)
     for e, c in timeline.sent():
-        if c.kind == "all-to-all" and c.num_bytes >= least_bytes and c.view == "ep":
+        if c.kind == "all-to-all" and c.num_bytes >= least_bytes and c.module in ("moe/dispatch", "moe/combine"):
             found["bytes"] += e.times * c.num_bytes
             found["hidden_bytes"] += e.times * c.num_bytes * (1 - min(1.0, e.exposed_s / e.lasts_s))
             found["seconds"] += e.times * e.lasts_s
