@@ -47,7 +47,7 @@ def whole_pass(name: str):
     def likeliest(params, bias_LE, ids_BS, length):
         index = jnp.arange(seq_len, dtype=jnp.int32)[None]
         tokens = Tokens((index < length).astype(jnp.int32), index, index)
-        params = entered(enter, params)
+        params = entered(enter, params, decoder)
         x_BSD, _ = decoder.hidden(params, bias_LE, ids_BS, tokens, program.fold, jnp.float32)
         last_D = jnp.where((index == length - 1)[0, :, None], x_BSD[0], 0).sum(axis=0)
         scores_V = last_D @ decoder.head(params)[: g.config.model.vocab_size].T

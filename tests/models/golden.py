@@ -118,7 +118,7 @@ def results(name: str, folding: str) -> Results:
     gradients, enter = loss_and_gradients(config, decoder, fold), entering(config, decoder, fold)
 
     def run(shards, bias_LE, batch):
-        params, micro = entered(enter, shards), jax.tree.map(lambda x: x[0], batch._replace(step=None))
+        params, micro = entered(enter, shards, decoder), jax.tree.map(lambda x: x[0], batch._replace(step=None))
         tokens = Tokens(micro.segments, micro.positions, micro.index)
         x_BSD, _ = hidden(config, decoder, fold, params, bias_LE, micro.ids, tokens)
         x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)  # a device has a part of the vocabulary
