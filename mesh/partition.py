@@ -74,10 +74,8 @@ def place(
         dims.append(axes)
     used = {a for axes in dims for a in axes}
     free = tuple(a for a in fold.names if a not in used)
-    if (
-        stacked_dims
-    ):  # inside the other parts, those of the pipeline's ranks stand together: each gets its own layers' of all
-        free = tuple(a for a in free if a not in fold.dense.pp) + tuple(a for a in free if a in fold.dense.pp)
+    if stacked_dims:  # the pipeline's ranks innermost: each is sent its own layers' parts of all
+        free = tuple(sorted(free, key=lambda a: a in fold.dense.pp))
     zero_dim, zero = _storage_split(shape, dims, free, fold, stacked_dims)
     replicated = tuple(a for a in fold.names if a not in used and a not in zero)
     return Placement(tuple(dims), zero_dim, zero, replicated)

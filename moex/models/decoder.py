@@ -266,7 +266,7 @@ class Decoder:
             (x_BSD, memory), (number, layers) = carry, given
             kept = []
             for place, (kind, weights, steering) in enumerate(stacks.each(period, layers)):
-                layer = nnx.merge(self._graphs[kind], enter(kind.stack, weights, kind.high))
+                layer = self.layer(kind, enter(kind.stack, weights, kind.high))
                 normed_BSD = layer.attention_norm(x_BSD)
                 if memory is None:
                     y_BSD, own = layer.attention.read(normed_BSD, tokens, fold)
@@ -285,7 +285,7 @@ class Decoder:
             kept += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         if memory is None:
             memory = jax.tree.map(lambda *x: jnp.concatenate(x), *kept)
-        return nnx.merge(_norm_graph(self.config), ends["norm"])(x_BSD), memory
+        return self.final_norm(ends, x_BSD), memory
 
     def _stash(self, x_BSD, weights, enter: Enter, fold: Fold) -> Stash:
         """An empty one for activations like these."""

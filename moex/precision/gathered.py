@@ -1,7 +1,4 @@
-"""A weight's codes, gathered: each device quantises its shard of the float32 master as if it had the whole.
-
-r and c are the dims of a matrix [..., r, c] of which devices hold some r each, t the side of a square tile.
-"""
+"""A weight's codes, gathered: each device quantises its shard of the float32 master as if it had the whole."""
 
 import dataclasses
 import functools
@@ -56,13 +53,10 @@ def _rows(shard, zero: Axes, dim: int, recipe: GemmRecipe, slices: int, contract
     outer = None
     if format.kind in ("tensor", "nvfp4"):  # one number for a whole matrix
         outer = as_float(collectives.pmax(magnitude_bits(master).max(axis=(-2, -1), keepdims=True), zero))
-    if format.kind == "tensor":
-        found = quantize(master, format, outer_amax=outer)
-        return codes(bits(found)._replace(codes=gather(bits(found).codes)), format)
-    if rows_here % side == 0 and dim == slices:
-        found = quantize(master, format, outer_amax=outer)
-        stored = collectives.all_gather(bits(found).scales, zero, dim=slices)
-        return codes(Quantised(gather(bits(found).codes), stored, found.outer), format)
+    if (one_scale := format.kind == "tensor") or (rows_here % side == 0 and dim == slices):
+        found = bits(quantize(master, format, outer_amax=outer))
+        stored = found.scales if one_scale else collectives.all_gather(found.scales, zero, dim=slices)
+        return codes(Quantised(gather(found.codes), stored, found.outer), format)
     # Bits of magnitudes: their maximum keeps a NaN on every back end.
     largest = gather(magnitude_bits(master).reshape(*master.shape[:-1], -1, side).max(axis=-1))
     of_tiles = whole_tiles(largest, side, (-2,))

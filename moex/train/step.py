@@ -184,11 +184,8 @@ def micro_loss(
     add up, and each depth of multi-token prediction by its own;
     auxiliary losses are statistics of a micro-batch over all devices and enter as their mean over micro-batches.
     """
-    router, layers, options = (
-        config.model.router,
-        config.model.num_routers,
-        dict(training=True, meters_LN=meters.layers),
-    )
+    router, layers = config.model.router, config.model.num_routers
+    options = dict(training=True, meters_LN=meters.layers)
     nll, stats, activations = nll_sum(config, decoder, fold, params, steering, micro, enter, **options)
     lm_loss, mtp_loss = nll / totals[0], jnp.float32(0)
     if stats is None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantize import casts
+from pallas_kernels.quantize import casts, scales
 from pallas_kernels.quantize.formats import E2M1, LARGEST
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -26,15 +26,14 @@ def stochastic_e2m1(x, bytes_):
     What lies on the grid stays, and the mean over all bytes misses x by at most 1/512 of the step. With byte / 256 every
     mean would be short by that.
     """
-    number, byte = lax.bitcast_convert_type(x, jnp.int32), bytes_.astype(jnp.int32)
-    size = jnp.where(jnp.isnan(x), 0, jnp.minimum(number & 0x7FFFFFFF, _SIX))
+    byte, size = bytes_.astype(jnp.int32), jnp.where(jnp.isnan(x), 0, jnp.minimum(scales.magnitude_bits(x), _SIX))
     # From 1 on a code is the exponent and the first bit of the mantissa; the 22 bits behind are the place between two codes.
     place = size & 0x3FFFFF
     above_1 = (size >> 22) - 2 * 126 + (place > (byte << 14) + (1 << 13)).astype(jnp.int32)
-    halves = lax.bitcast_convert_type(size, jnp.float32) * 2
+    halves = scales.as_float(size) * 2
     whole = (halves >= 1).astype(jnp.int32)
     below_1 = whole + (halves - whole > (byte.astype(jnp.float32) + 0.5) / 256).astype(jnp.int32)
-    code = jnp.where(size >= _ONE, above_1, below_1) | ((number >> 28) & 8)
+    code = jnp.where(size >= _ONE, above_1, below_1) | ((lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8)
     return lax.bitcast_convert_type(code.astype(jnp.uint4), E2M1)
 
 
