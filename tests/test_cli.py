@@ -239,7 +239,7 @@ CONFIGURATIONS = {
     "--optimizer.schedule-steps=20": ["optimizer.warmup_steps=30", "optimizer.schedule_steps=20"],
     "--optimizer.ema-decay=1": ["optimizer.ema_decay=1.0 must be at least 0 and below 1"],
     "--optimizer.moments=bfloat16 --optimizer.beta2=0.999": ["optimizer.moments=bfloat16", "beta2 of at most 0.995"],
-    "--optimizer.name=sgd --optimizer.weight-decay=0 --optimizer.moments=bfloat16": ["no effect with sgd"],
+    "--optimizer.name=sgd --optimizer.weight-decay=0 --optimizer.moments=bfloat16": ["no effect with sgd without momentum"],
     "--optimizer.lr-scales embedding": ["optimizer.lr_scales", "'embedding' must be PATTERN=FACTOR"],
     "--optimizer.freeze *.expert.*": ["no parameter matches '*.expert.*'", "moe_layers.moe.experts.down"],
     "--data.corpus nowhere": ["data: nowhere has no index.json", "python -m moex.data tokenize"],

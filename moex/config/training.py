@@ -53,6 +53,8 @@ class OptimizerConfig:
     eps: float = 1e-8
     moments: Literal["float32", "bfloat16"] = "float32"
     """Averages of gradients as they are kept; they are computed in float32."""
+    sgd_momentum: float = 0.0
+    """sgd: share of the old direction that is added to the gradient; 0 keeps none."""
     muon_momentum: float = 0.95
     """muon: share of the old momentum in the new one."""
     muon_rms: float = 0.2

@@ -118,7 +118,7 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     batch = 21.0 * n.tokens * fold.size(fold.dense.tp) * train.accumulation  # five int32 and a bool a token
     parts = [
         Part("master weights", state.weights, "float32, split over all devices that would repeat them"),
-        Part("moments", state.moments, f"{config.optimizer.name}, float32, split like the weights"),
+        Part("moments", state.moments, f"{config.optimizer.name}, {config.optimizer.moments}, split like the weights"),
         Part("weights as computed with", width * gathered, "all layers (ZeRO-1)" if once else "a layer, ends (ZeRO-3)"),
         Part("gradients", gradients, "float32, as gathered (ZeRO-1)" if once else "float32, split (ZeRO-3)"),
         Part("gradients of one micro-batch", micro, "before they are added to the others"),

@@ -86,19 +86,26 @@ def optimizer(config: OptimizerConfig, declarations: Mapping) -> optax.GradientT
     """
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     factors = rates(config, declarations)
-    if config.name != "sgd":
-        rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32)
-        if config.name == "muon":
-            rule = with_muon(config, declarations, rule, factors)
-        decays = param.tree_map(lambda d, rate: d.decays and rate > 0, declarations, factors)
-        decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
+    rule = _rule(config, declarations, factors)
+    if rule is not None:
         kept = rule if config.moments == "float32" else kept_in(jnp.dtype(config.moments), rule)
         masked = config.freeze and config.name != "muon"  # which leaves the frozen out by itself
         parts.append(optax.masked(kept, jax.tree.map(bool, factors)) if masked else kept)
-        parts.append(decay)
+    if config.name != "sgd":
+        decays = param.tree_map(lambda d, rate: d.decays and rate > 0, declarations, factors)
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
     if any(rate != 1 for rate in jax.tree.leaves(factors)):
         parts.append(optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors)))
     return optax.chain(*parts, optax.scale(-1.0))
+
+
+def _rule(config: OptimizerConfig, declarations: Mapping, factors: Mapping) -> optax.GradientTransformation | None:
+    """What turns gradients into directions by what it remembers; None for SGD without momentum, which remembers nothing."""
+    if config.name == "sgd":
+        momentum = config.sgd_momentum
+        return optax.trace(momentum, accumulator_dtype=jnp.float32) if momentum else None
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32)
+    return with_muon(config, declarations, adam, factors) if config.name == "muon" else adam
 
 
 def kept_in(dtype, tx: optax.GradientTransformation) -> optax.GradientTransformation:

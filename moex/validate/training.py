@@ -92,18 +92,18 @@ def optimizer_problems(config: RunConfig) -> list[str]:
     problems = not_above_zero("optimizer", peak_lr=opt.peak_lr, eps=opt.eps)
     problems += negative("optimizer", final_lr=opt.final_lr, weight_decay=opt.weight_decay, clip_norm=opt.clip_norm)
     problems += not_above_zero("optimizer", muon_rms=opt.muon_rms)
-    if opt.name != "muon":
-        odd = [n for n in ("muon_momentum", "muon_rms") if getattr(opt, n) != getattr(OptimizerConfig, n)]
+    for name, own in {"muon": ("muon_momentum", "muon_rms"), "sgd": ("sgd_momentum",)}.items():
+        odd = [n for n in own if opt.name != name and getattr(opt, n) != getattr(OptimizerConfig, n)]
         problems += [f"optimizer.{', '.join(odd)} has no effect with name={opt.name}"] if odd else []
     problems += _qk_clip_problems(config)
-    for name in ("beta1", "beta2", "ema_decay", "muon_momentum"):
+    for name in ("beta1", "beta2", "ema_decay", "muon_momentum", "sgd_momentum"):
         if not 0 <= (beta := getattr(opt, name)) < 1:
             problems.append(f"optimizer.{name}={beta} must be at least 0 and below 1")
     if opt.name == "sgd" and opt.weight_decay:
         problems.append(f"optimizer.weight_decay={opt.weight_decay} has no effect with sgd; set it to 0")
-    if opt.name == "sgd" and opt.moments != "float32":
-        problems.append(f"optimizer.moments={opt.moments} has no effect with sgd, which has none")
-    if opt.moments == "bfloat16" and opt.beta2 > 0.995:
+    if opt.name == "sgd" and opt.moments != "float32" and not opt.sgd_momentum:
+        problems.append(f"optimizer.moments={opt.moments} has no effect with sgd without momentum, which has none")
+    if opt.moments == "bfloat16" and opt.name != "sgd" and opt.beta2 > 0.995:
         problems.append(
             f"optimizer.moments=bfloat16 keeps 8 bits of a number: a step of 1 - beta2={opt.beta2} of it would be rounded "
             "away; take beta2 of at most 0.995, or moments=float32"

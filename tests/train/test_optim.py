@@ -89,6 +89,24 @@ def test_moments_are_float32_and_clipping_scales_all_by_the_global_norm(model):
     assert {x.dtype for x in jax.tree.leaves(adam)} == {jnp.dtype("float32"), jnp.dtype("int32")}
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_adds_up_old_directions(model, momentum):
+    """Two steps against b = momentum b + g (Sutskever et al. 2013 as PyTorch and optax write it); frozen ones stay."""
+    declarations, params = model
+    config = OptimizerConfig(name="sgd", weight_decay=0, clip_norm=0, sgd_momentum=momentum, freeze=("ends.embedding",))
+    tx = optimizer(config, declarations)
+    state, kept = tx.init(params), 0.0
+    for g in (0.3, -0.1):
+        direction, state = tx.update(jax.tree.map(lambda x, g=g: jnp.full_like(x, g), params), state, params)
+        kept = momentum * kept + g
+        expected = lambda name, _, kept=kept: 0.0 if name == "ends.embedding" else -kept
+        expected = param.named_map(expected, declarations)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), direction, expected)
+    frozen = params["ends"]["embedding"].size
+    num_kept = sum(x.size for x in jax.tree.leaves(state))
+    assert num_kept == (sum(x.size for x in jax.tree.leaves(params)) - frozen if momentum else 0)
+
+
 def test_adam_is_adam(model):
     """Two steps on scalars against the formulas of arXiv 1711.05101, in float64."""
     declarations, params = model
