@@ -4,6 +4,7 @@ Writes a Mixtral-like checkpoint of so many GB in float32 (4), imports it in a p
 that process's largest memory less the model's own arrays, and less what the process has before anything is read.
 """
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moex.hf import storage
 from moex.hf.load import public_shapes
@@ -55,8 +58,9 @@ def main(gigabytes: float, where: str | None) -> int:
         size = make(folder, layers=max(1, round(gigabytes * 4)), width=1024)  # 0.26 GB a layer
         files = len(list(folder.glob("*.safetensors")))
         ran = subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), str(folder / "run")], capture_output=True, text=True, check=False
-        )
+            [sys.executable, "-c", CHILD, str(folder), str(folder / "run")],
+            capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1],
+        )  # fmt: skip
         if ran.returncode:
             print(ran.stdout[-2000:], ran.stderr[-4000:])
             return 1
@@ -71,4 +75,10 @@ def main(gigabytes: float, where: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 4.0, sys.argv[2] if len(sys.argv) > 2 else None))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("gigabytes", nargs="?", type=float, default=4.0)
+    parser.add_argument(
+        "folder", nargs="?", help="where the checkpoint is written; the system's temporary folder otherwise"
+    )
+    given = parser.parse_args()
+    sys.exit(main(given.gigabytes, given.folder))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from configs import PRESETS
 from mesh.topology import peak_flops
 from moex.models.flops import train_flops_per_token

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from jax import lax
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import train
 from mesh import distributed
 from moex import compare_recipes as compare

@@ -10,6 +10,9 @@ import argparse
 import collections
 import dataclasses
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moex.cli import parse
 from moex.config import PrecisionConfig

@@ -3,13 +3,17 @@
 `python benchmarks/reference_models.py [FAMILY ...]`; exit code 1 when a difference is above the limits.
 """
 
+import argparse
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.models.golden import FOLDINGS, NAMES, golden, results
 
@@ -29,6 +33,9 @@ def differences(name: str, folding: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> int:
+    if odd := set(names) - set(NAMES):
+        print(f"error: no family {', '.join(sorted(odd))}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
     worst = dict.fromkeys(LIMITS, 0.0)
     for name in names or NAMES:
         for folding in FOLDINGS:
@@ -40,4 +47,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(NAMES)}; all otherwise")
+    sys.exit(main(parser.parse_args().families))

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from moex.observe.svg import plot_style, standalone
 from moex.plan import figures
 

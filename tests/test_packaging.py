@@ -1,5 +1,6 @@
 """The project's own machinery: versions, the search for a Python, the documents' commands, the import rules."""
 
+import ast
 import os
 import re
 import shutil
@@ -354,3 +355,20 @@ def test_imports_that_do_not_are_refused(lint, importer, imported):
     result = lint(importer, imported)
     assert result.returncode == 1
     assert "BROKEN" in result.stdout
+
+
+SCRIPTS = [path for folder in ("benchmarks", "docs", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
+OWN = {"benchmarks", "configs", "docs", "mesh", "moex", "pallas_kernels", "scripts", "tests", "train"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if "__main__" in path.read_text()], ids=lambda path: path.stem
+)
+def test_a_script_finds_the_project_wherever_it_is_called_from(path):
+    """Python puts a script's own folder on its path, not the root: a script that imports the project adds the root first."""
+    body = ast.parse(path.read_text()).body
+    imports = [node for node in body if isinstance(node, ast.ImportFrom | ast.Import)]
+    names = lambda node: [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+    own = [node.lineno for node in imports if any(name.partition(".")[0] in OWN for name in names(node))]
+    adds = [node.lineno for node in body if "sys.path" in ast.unparse(node)]
+    assert not own or (adds and adds[0] < own[0])
