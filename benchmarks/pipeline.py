@@ -97,7 +97,6 @@ def compile_steady(config: RunConfig, num_gpus: int, target: Target, python: Pat
         (folder / "config.json").write_text(dump(config))
         (folder / "target").write_text(target.description)
         environment = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="0")
-        environment["XLA_FLAGS"] = compiled.compiler_flags(config)
         subprocess.run([python, __file__, "--child", name, str(num_gpus)], env=environment, check=True, cwd=name)
         numbers = json.loads((folder / "numbers.json").read_text())
         of = {field: numbers[field] for field in ("temporary_bytes", "peak_bytes", "compile_s")}

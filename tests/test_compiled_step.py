@@ -7,8 +7,19 @@ import re
 
 import pytest
 
-from moex.config import AttentionConfig, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, RunConfig, TrainConfig
+from moex.config import (
+    AttentionConfig,
+    CompilerConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)  # fmt: skip
 from moex.plan.compiled import CompileError, compile_step
+from moex.plan.hlo import parse
+from moex.plan.launches import launches
 from moex.plan.memory import sizes
 from moex.plan.module import copies, exposed, number_of, thunks, unpaired, waits_for_host
 from moex.plan.plan import read_plan
@@ -27,6 +38,7 @@ EVERYTHING = RunConfig(
         ep=64, zero=3, transport="alltoall", cell_factor=1.0, spill_factor=0.35, row_factor=1.25, echo_slots=1
     ),
     memory=MemoryConfig(recompute=("layer",), stash=("experts",)),
+    compiler=CompilerConfig(command_buffers="step"),
     train=TrainConfig(batch_size=512, seq_len=128),
 )  # fmt: skip
 
@@ -42,6 +54,14 @@ def test_nothing_waits_for_the_host(compiled):
     assert waits_for_host(compiled.thunks, compiled.text) == []
     assert compiled.host_bytes == 0
     assert number_of(compiled.thunks, "kWhile") >= 2, "the layers, forward and backward"
+
+
+@pytest.mark.needs_aot
+@pytest.mark.slow
+def test_the_whole_step_is_one_launch(compiled):
+    """Routing, spill, clones, stash, optimizer: all stand in one CUDA graph, which a host's word in between would end."""
+    found = launches(compiled.thunks, parse(compiled.text))
+    assert (found.alone, found.graphs) == (0, 1) and found.inside > 1000
 
 
 @pytest.mark.needs_aot

@@ -50,13 +50,6 @@ def test_hosts_of_a_domain_stay_together():
     assert "NCCL_MNNVL_ENABLE" not in {s.name for s in settings(h)}
 
 
-def test_a_job_with_stages_compiles_as_its_plan_does(tmp_path):
-    out = tmp_path / "job"
-    stages = ["--parallel.pp", "2", "--train.accumulation", "2", "--train.batch_size", "16"]
-    assert main(["slurm", "tiny", "--gpus", "h100:16", *stages, "--out", str(out)]) == 0
-    assert 'export XLA_FLAGS="--xla_gpu_experimental_enable_tiling_propagation=false"' in out.read_text()
-
-
 def test_jobset(tmp_path):
     out = tmp_path / "job.yaml"
     assert (

@@ -5,6 +5,7 @@ Values are plain (numbers, strings, tuples), so a resolved configuration is a JS
 
 import dataclasses
 
+from moex.config.compiler import CompilerConfig
 from moex.config.compute import MemoryConfig, PrecisionConfig
 from moex.config.model import AttentionConfig, ModelConfig, RopeConfig, RouterConfig
 from moex.config.observe import ObserveConfig
@@ -14,6 +15,7 @@ from moex.config.training import CheckpointConfig, DataConfig, OptimizerConfig, 
 __all__ = [
     "AttentionConfig",
     "CheckpointConfig",
+    "CompilerConfig",
     "DataConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -42,6 +44,7 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    compiler: CompilerConfig = CompilerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

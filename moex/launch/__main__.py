@@ -12,7 +12,6 @@ from pathlib import Path
 from moex.cli import GPUS, fail, parse
 from moex.launch.scripts import jobset, slurm
 from moex.plan.cache import cached
-from moex.plan.compiled import compiler_flags
 from moex.plan.target import KINDS, Target, parse_target
 from moex.validate import ConfigError, check, check_on, resolve_fold
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_on(config, resolve_fold(config.parallel, target.num_gpus), device_kind=KINDS[target.name])
     except ConfigError as error:
         return fail(error)
-    told = dict(verdict=_verdict(config, target), flags=compiler_flags(config))
+    told = dict(verdict=_verdict(config, target))
     if options.scheduler == "slurm":
         text = slurm(config.name, rest, target, **told, per=options.per, hours=options.hours)
     else:

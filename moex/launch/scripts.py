@@ -13,12 +13,11 @@ def num_hosts(target: Target) -> int:
 
 def slurm(
     name: str, arguments: Sequence[str], target: Target, *, verdict: str, per: str = "node", hours: int = 24,
-    flags: str = "",
 ) -> str:  # fmt: skip
     """A script for `sbatch`, to be started from the checkout.
 
     Args:
-      arguments: of train.py.  verdict: what the plan says, for the head.  flags: see `settings`.
+      arguments: of train.py.  verdict: what the plan says, for the head.
       per: `node`, one process drives a host's GPUs; `gpu`, each has its own.
     """
     tasks = 1 if per == "node" else target.gpus_per_host
@@ -40,7 +39,7 @@ def slurm(
     if per_domain > 1 and hosts > per_domain and hosts % per_domain == 0:
         head.append(f"#SBATCH --segment={per_domain}  # hosts of one NVLink domain stay together (topology/block)")
     body = ["set -u", 'cd "${SLURM_SUBMIT_DIR:-.}" || exit 2', f"unset {' '.join(UNSET)}  # they can hang the start"]
-    body += [line for s in settings(target, flags) for line in (f"# {s.why}", f'export {s.name}="{s.value}"')]
+    body += [line for s in settings(target) for line in (f"# {s.why}", f'export {s.name}="{s.value}"')]
     tail = [
         "",
         "# --wait: when one process ends, the others get a minute to tell why.",
@@ -58,19 +57,16 @@ def slurm(
 
 def jobset(
     name: str, arguments: Sequence[str], target: Target, *, verdict: str, image: str, volume: str, restarts: int = 10,
-    flags: str = "",
 ) -> str:  # fmt: skip
     """A JobSet for `kubectl apply`: a pod for each host, which drives all its GPUs.
 
     Args:
-      arguments: of train.py.  verdict: what the plan says.  flags: see `settings`.
+      arguments: of train.py.  verdict: what the plan says.
       image: with the checkout in /moex.  volume: claim that all pods can write, mounted at /runs.
     """
     hosts = num_hosts(target)
     name = name.replace("_", "-")
-    variables = [
-        f"# {s.why}\n- {{name: {s.name}, value: {_quoted(_in_pod(s.value))}}}" for s in settings(target, flags)
-    ]
+    variables = [f"# {s.why}\n- {{name: {s.name}, value: {_quoted(_in_pod(s.value))}}}" for s in settings(target)]
     variables += [
         f'- {{name: NUM_PROCESSES, value: "{hosts}"}}',
         _from_label("JOBSET_NAME", "jobset-name"),

@@ -15,8 +15,8 @@ class Setting(NamedTuple):
     why: str
 
 
-def settings(target: Target, flags: str = "") -> list[Setting]:
-    """For a target: memory, caches, NCCL.  flags: of XLA, with which the plan was compiled."""
+def settings(target: Target) -> list[Setting]:
+    """For a target: memory, caches, NCCL. XLA's options are the programs' own (`moex.train.xla`)."""
     found = re.search(r"device_memory_size: (\d+)", target.description)
     assert found, "every description has its GPU's memory"
     fraction = target.usable_bytes / int(found[1])
@@ -43,8 +43,6 @@ def settings(target: Target, flags: str = "") -> list[Setting]:
             "hosts that start late are waited for; then all end with one sentence",
         ),
     ]
-    if flags:
-        chosen.append(Setting("XLA_FLAGS", flags, "without it XLA needs half an hour to fuse a pipeline's ticks"))
     if target.accelerator.nvlink_domain > target.accelerator.gpus_per_host:
         chosen.append(
             Setting(

@@ -34,6 +34,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         ),
         communication=by_view(plan),
         compute=by_scope(plan),
+        launches=plan.launches._asdict() | dict(by_host=plan.launches.by_host),
         estimate=dataclasses.asdict(plan.estimate),
         shares=dataclasses.asdict(plan.shares) | dict(reasons=plan.shares.reasons()),
         audit=[f._asdict() for f in plan.findings],

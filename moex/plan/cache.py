@@ -1,7 +1,7 @@
 """Compiled steps kept by what they were compiled from, so that a plan asked for again takes a second.
 
-The key covers what the program depends on: model, parallel, train, optimizer, precision and memory settings, the GPU and
-their number, and the source of every module that the step is traced from.
+The key covers what the program depends on: model, parallel, train, optimizer, precision, memory and compiler settings, the
+GPU and their number, and the source of every module that the step is traced from.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _TRACED = (
     "mesh", "pallas_kernels", "moex/config", "moex/layers", "moex/dispatch", "moex/precision", "moex/balance",
     "moex/memory", "moex/pipeline", "moex/models", "moex/train",
 )  # fmt: skip
-_PROGRAM = ("model", "parallel", "train", "optimizer", "precision", "memory")
+_PROGRAM = ("model", "parallel", "train", "optimizer", "precision", "memory", "compiler")
 _TEXTS = ("text", "thunks", "live", "log")
 
 

@@ -31,7 +31,8 @@ class CompileError(RuntimeError):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """argument_bytes, temporary_bytes, peak_bytes, host_bytes: of one GPU.  alias_bytes: results that are written over
-    arguments.  text: the scheduled module (HLO).  thunks: what is run of it, in order, as XLA lists it.  live: XLA's list of
+    arguments.  text: the scheduled module (HLO).  thunks: what is run of it, in order, as XLA lists it, CUDA graphs
+    (command buffers) among it.  live: XLA's list of
     the arrays that are alive when most memory is.  log: what the compiler has warned of.  compile_s: seconds of lowering and
     compiling.
     """
@@ -46,16 +47,6 @@ class CompiledStep:
     live: str
     log: str
     compile_s: float
-
-
-def compiler_flags(config: RunConfig) -> str:
-    """XLA's flags that a configuration needs on GPUs.
-
-    With its newer way to propagate tiles, XLA 0.12's pass that fuses operations takes over 20 minutes for the ticks of a
-    pipeline; without it, seconds.
-    """
-    staged = config.parallel.pp > 1 or config.parallel.overlap
-    return "--xla_gpu_experimental_enable_tiling_propagation=false" if staged else ""
 
 
 def compile_step(
@@ -82,7 +73,7 @@ def compile_step(
         (folder / "config.json").write_text(dump(config))
         (folder / "target").write_text(target)
         environment = os.environ | dict(PYTHONPATH=str(_ROOT), JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="0")
-        environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step.* {compiler_flags(config)}"
+        environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step.*"
         command = [str(python), "-m", "moex.plan.compiled", name, str(num_gpus), str(gpus_per_host)]
         try:
             done = subprocess.run(
@@ -94,7 +85,8 @@ def compile_step(
             raise CompileError(f"exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         numbers = json.loads((folder / "numbers.json").read_text())
         live = _dumped(folder, "-live-range.txt").partition("Stack trace breakdown")[2]
-        thunks = _dumped(folder, ".thunk_sequence.txt")
+        passed = any(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))  # not where no CUDA graphs are wanted
+        thunks = _dumped(folder, ".thunk_sequence_after_thunk_passes.txt" if passed else ".thunk_sequence.txt")
         text = (folder / "module").read_text()
         return CompiledStep(text=text, thunks=thunks, live=live, log=done.stderr[-20_000:], **numbers)
 

@@ -12,6 +12,7 @@ from moex.plan.audit import Finding, audit
 from moex.plan.cache import compiled_for
 from moex.plan.compiled import CompiledStep
 from moex.plan.hlo import Module, parse
+from moex.plan.launches import Launches, launches
 from moex.plan.memory import Part, at_peak, by_formula, sizes
 from moex.plan.rates import DEFAULT, Shares
 from moex.plan.target import KINDS, Target
@@ -40,7 +41,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """formula, live: what a GPU holds, by formula and by the compiler.  findings: of the audit."""
+    """formula, live: what a GPU holds, by formula and by the compiler.  launches: by the host, in a step.
+    findings: of the audit.
+    """
 
     config: RunConfig
     target: Target
@@ -52,6 +55,7 @@ class Plan:
     estimate: Estimate
     formula: tuple[Part, ...]
     live: tuple[Part, ...]
+    launches: Launches
     findings: tuple[Finding, ...]
 
     @property
@@ -98,6 +102,7 @@ def read_plan(config: RunConfig, target: Target, step: CompiledStep, *, shares: 
         estimate=estimate(config, target, timeline),
         formula=tuple(by_formula(config, fold)),
         live=tuple(at_peak(step)),
+        launches=launches(step.thunks, module),
         findings=tuple(audit(config, target, fold, step, module, timeline)),
     )
 

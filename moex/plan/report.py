@@ -142,6 +142,12 @@ def _compute(plan: Plan) -> Iterable:
         ],
         words=2,
     )
+    host = plan.launches
+    yield (
+        f"the host launches {host.by_host:,} times a step: {host.alone:,} kernels, copies and collectives one by one, and "
+        f"{host.graphs:,} CUDA graphs with {host.inside:,} of them "
+        f"(compiler.command_buffers={plan.config.compiler.command_buffers})"
+    )
     executed = sum(e.executed_flops.values())
     formats = ", ".join(f"{name} {flops / 1e12:,.1f}" for name, flops in sorted(e.executed_flops.items()))
     again = sum(r["flops"] for r in by_scope(plan) if r["phase"] == "recompute")

@@ -17,6 +17,7 @@ from moex.startup.rules import (
     precision_rules,
     routing_rules,
     transport_rules,
+    xla_rules,
 )
 from moex.train.optim import cooldown_steps, rates
 from moex.train.pipelined import layout_of, schedule_of
@@ -53,6 +54,7 @@ def derive(program: Program, data: Data) -> dict[str, Any]:
         peak_flops=peak_flops(device.device_kind),
         mesh=program.fold.describe(),
         pipeline=_pipeline(config, program),
+        xla=xla_rules(config, program.mesh.devices.flat[0].platform),
         state_bytes_per_device=sum(
             x.dtype.itemsize * _size(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(program.state)
         ),
@@ -87,6 +89,7 @@ def table(config: RunConfig, derived: Mapping[str, Any]) -> list[tuple[str, str]
         ("compute", f"{precision_rules(config.precision)}; {memory_rules(config.memory)}"),
         ("mesh", f"{d['mesh']}; ZeRO-{config.parallel.zero}"),
         *([("pipeline", d["pipeline"])] if d["pipeline"] else []),
+        *(("XLA" if not i else "", text) for i, text in enumerate(d["xla"])),
         ("transport", transport_rules(config.parallel)),
         ("state", f"{d['state_bytes_per_device'] / 2**20:,.1f} MiB a device ({_kept(config)})"),
         ("step", _step(config, d)),

@@ -18,7 +18,8 @@ from moex.startup.inputs import Data
 from moex.validate import ConfigError
 
 FREE_TO_CHANGE = (
-    "folder", "name", "train.steps", "data.corpus", "data.max_epochs", "parallel", "memory", "checkpoint", "observe",
+    "folder", "name", "train.steps", "data.corpus", "data.max_epochs", "parallel", "memory", "compiler", "checkpoint",
+    "observe",
 )  # fmt: skip
 """Fields and sections that may differ when a run folder is continued; a corpus may have moved, but not changed."""
 

@@ -1,9 +1,10 @@
 """What a run's settings come to, as lines for a person: routing, balance, transport, precision, memory."""
 
-from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterConfig
+from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig, RouterConfig, RunConfig
 from moex.pipeline.layout import Layout
 from moex.pipeline.schedules import Schedule
 from moex.precision.recipes import KINDS, resolve
+from moex.train.xla import compiler_options, options
 
 
 def routing_rules(router: RouterConfig) -> str:
@@ -90,3 +91,10 @@ def memory_rules(memory: MemoryConfig) -> str:
         size = f"x {memory.stash_factor:g} of balanced" if memory.stash_factor else "the worst case"
         rules += [f"stash {', '.join(memory.stash)}: {size}"]
     return "; ".join(rules)
+
+
+def xla_rules(config: RunConfig, platform: str) -> list[str]:
+    """Each of XLA's options with its reason; none where the platform has none."""
+    if not compiler_options(config, platform):
+        return []
+    return [f"{option.name}={str(option.value).lower()}: {option.why}" for option in options(config)]

@@ -1,5 +1,6 @@
 """A configuration made ready to run: fold, mesh, decoder, optimizer, and the jitted programs over them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from moex.train.optim import optimizer
 from moex.train.reading import make_eval_step, make_record_step
 from moex.train.state import TrainState, abstract_state, initial_state
 from moex.train.step import Batch, abstract_batch, batch_specs, make_train_step
+from moex.train.xla import compiler_options
 
 
 class Program(NamedTuple):
@@ -54,10 +56,12 @@ def build(
     shardings = jax.tree.map(lambda x: x.sharding, state)
     gradients = pipelined.loss_and_gradients if config.parallel.pp > 1 or config.parallel.overlap else None
     step = make_train_step(config, decoder, tx, fold, mesh, replay=replay, gradients=gradients)
-    train = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    jit = functools.partial(jax.jit, compiler_options=compiler_options(config, platform))
+    train = jit(step, donate_argnums=0, out_shardings=(shardings, None))
     choices = NamedSharding(mesh, batch_specs(fold, replay=True).experts)
-    record = jax.jit(make_record_step(config, decoder, fold, mesh), out_shardings=choices)
+    record = jit(make_record_step(config, decoder, fold, mesh), out_shardings=choices)
     return Program(
         config, fold, mesh, decoder, tx, state, abstract_batch(config, fold, mesh, replay=replay), train,
-        jax.jit(make_eval_step(config, decoder, fold, mesh)), record, jax.jit(make_measure_step(config, decoder, fold, mesh)),
+        jit(make_eval_step(config, decoder, fold, mesh)), record, jit(make_measure_step(config, decoder, fold, mesh)),
     )  # fmt: skip

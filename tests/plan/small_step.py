@@ -80,7 +80,7 @@ def compile_text(folder: Path, out: Path, faults: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "numbers.json").write_text(json.dumps(numbers) + "\n")
     (out / "text").write_text(compiled.as_text().replace(str(ROOT), "/moex"))
-    (out / "thunks").write_text(dumped(".thunk_sequence.txt"))
+    (out / "thunks").write_text(dumped(".thunk_sequence_after_thunk_passes.txt"))
     (out / "live").write_text(dumped("-live-range.txt").partition("Stack trace breakdown")[2])
 
 
