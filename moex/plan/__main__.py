@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from moex.cli import GPUS, dump, fail, parse
 from moex.config import RunConfig
+from moex.config.compute import Recipe
 from moex.plan import calibrate, report
 from moex.plan.as_json import as_json
 from moex.plan.compiled import CompileError
@@ -45,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         "--search", action="store_true", help="look for a faster layout, compile the best three by formula"
     )
     parser.add_argument(
+        "--recipes", nargs="+", choices=get_args(Recipe), default=(), metavar="RECIPE",
+        help="--search: recipes of products that it may choose (compute, fp8_block, ...); the configuration's own otherwise",
+    )  # fmt: skip
+    parser.add_argument(
         "--save", type=Path, metavar="FILE", help="--search: write the best configuration for train.py --config"
     )
     parser.add_argument("--calibrate", action="store_true", help="compare estimates with published speeds, and stop")
@@ -64,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(rest).config
         target = parse_target(_gpus(options.gpus, config))
         if options.search:
-            return _search(config, target, options.save)
+            return _search(config, target, options.save, options.recipes)
+        if unused := [name for name in ("save", "recipes") if getattr(options, name)]:
+            raise ConfigError(f"--{', --'.join(unused)} has no effect without --search")
         plan = make_plan(config, target, tell=_tell)
         wanted = options.remedies or not plan.fits
         remedies = measured(config, plan.target, tell=_tell) if wanted else []
@@ -96,9 +104,9 @@ def _calibrate() -> int:
     return 0
 
 
-def _search(config: RunConfig, target: Target, save: Path | None) -> int:
+def _search(config: RunConfig, target: Target, save: Path | None, recipes: Sequence[Recipe]) -> int:
     """The table of compiled layouts, one line a rejected family, and the best as a file. 1 when none fits."""
-    found = search(config, target, tell=_tell)
+    found = search(config, target, recipes=recipes, tell=_tell)
     print(report.search_text(found), end="")
     best = found.plans[0] if found.plans else None
     if best is None or not best.fits:

@@ -202,14 +202,15 @@ def search_text(found: Found, *, width: int = 140) -> str:
         rows.append(
             (
                 f"tp {parallel.tp} cp {parallel.cp} ep {parallel.ep} etp {parallel.etp}", f"ZeRO-{parallel.zero}",
+                p.config.precision.recipe,
                 ", ".join(p.config.memory.recompute) or "nothing", f"{train.batch_size // train.accumulation}",
                 f"{p.step.peak_bytes / 1e9:.1f}" + ("" if p.fits else " !"), f"{p.estimate.step_s:.2f}",
                 f"{p.estimate.tokens_per_s:,.0f}", f"{p.estimate.mfu:.1%}",
             )
         )  # fmt: skip
-    columns = ["layout", "", "recompute", "rows at a time", "GB", "s a step", "tokens/s a GPU", "MFU"]
+    columns = ["layout", "", "products in", "recompute", "rows at a time", "GB", "s a step", "tokens/s a GPU", "MFU"]
     console.print(
-        _table(f"Compiled, of {found.tried} layouts that fit by formula (! does not fit)", columns, rows, words=3)
+        _table(f"Compiled, of {found.tried} layouts that fit by formula (! does not fit)", columns, rows, words=4)
     )
     console.print()
     for family, reason in found.rejected:

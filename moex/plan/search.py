@@ -1,6 +1,7 @@
 """Looks for a faster layout of a run on given GPUs: formulas prune, the compiler decides among the best few.
 
-The batch, the sequence and the model stay; what changes is tp, cp, ep, etp, ZeRO, recompute and rows at a time.
+The batch, the sequence and the model stay; what changes is tp, cp, ep, etp, ZeRO, recompute, rows at a time, and the recipe
+of products where several may be chosen.
 """
 
 import collections
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moex.config import RunConfig
+from moex.config.compute import Recipe
 from moex.models.flops import train_flops_per_token
 from moex.plan.collectives import Groups, traffic
 from moex.plan.compiled import CompileError
@@ -33,8 +35,9 @@ class Candidate(NamedTuple):
 
     @property
     def family(self) -> str:
-        p = self.config.parallel
-        return f"tp {p.tp}, cp {p.cp}, ep {p.ep}, etp {p.etp}, ZeRO-{p.zero}"
+        p, recipe = self.config.parallel, self.config.precision.recipe
+        quantised = "" if recipe == "compute" else f", {recipe}"
+        return f"tp {p.tp}, cp {p.cp}, ep {p.ep}, etp {p.etp}, ZeRO-{p.zero}{quantised}"
 
 
 class Found(NamedTuple):
@@ -46,14 +49,16 @@ class Found(NamedTuple):
 
 
 def search(
-    config: RunConfig, target: Target, *, number: int = 3, shares: Shares = DEFAULT,
+    config: RunConfig, target: Target, *, number: int = 3, recipes: Sequence[Recipe] = (), shares: Shares = DEFAULT,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:  # fmt: skip
     """Compiles the `number` best candidates by formula, and the configuration as it stands.
 
+    recipes: of products that may be chosen; the configuration's own where none is named.
+
     Raises ConfigError when nothing divides over the GPUs.
     """
-    known, rejected = candidates(config, target, shares)
+    known, rejected = candidates(config, target, shares, recipes)
     if not known and not rejected:
         raise ConfigError(f"no layout of {config.name} divides over {target.num_gpus} GPUs")
     chosen = _various(sorted(known, key=lambda c: c.seconds), number)
@@ -80,11 +85,15 @@ def _various(best: Sequence[Candidate], number: int) -> list[Candidate]:
     return sorted(firsts, key=lambda c: c.seconds)[:number]
 
 
-def candidates(config: RunConfig, target: Target, shares: Shares = DEFAULT) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(
+    config: RunConfig, target: Target, shares: Shares = DEFAULT, recipes: Sequence[Recipe] = ()
+) -> tuple[list[Candidate], dict[str, str]]:
     """Layouts that fit by formula, and for each family that has none the reason."""
     known: list[Candidate] = []
     reasons: dict[str, collections.Counter[str]] = {}
-    for one in _layouts(config, target):
+    recipes = recipes or (config.precision.recipe,)
+    for one, recipe in itertools.product(_layouts(config, target), recipes):
+        one = replaced(one, precision=dict(recipe=recipe))
         family = _family(one)
         try:
             check(one)
@@ -157,7 +166,10 @@ def seconds_by_formula(config: RunConfig, target: Target, parts: Sequence[Part],
     modules = set(config.memory.recompute)
     passes = 4 if "layer" in modules else 3 + 0.5 * bool(modules)
     tokens = train.batch_size * train.seq_len / target.num_gpus
-    products = train_flops_per_token(model, train.seq_len) * tokens * passes / 3 / (gpu.bf16_flops * shares.matmul)
+    all_flops, linear = train_flops_per_token(model, train.seq_len), quantised_flops(config)
+    fast = gpu.fp8_flops or gpu.bf16_flops
+    units = (all_flops - linear) / gpu.bf16_flops + linear / fast
+    products = units * tokens * passes / 3 / shares.matmul
     micros, layers = train.accumulation, model.num_layers
     sends = 5 if modules & {"layer", "moe"} else 4
     dispatch = sends * _link_s("all-to-all", n.slots * model.d_model * 2, p.ep, p.etp, target, shares)
@@ -172,6 +184,14 @@ def seconds_by_formula(config: RunConfig, target: Target, parts: Sequence[Part],
     )
     repeats = 4 * micros if p.zero == 3 else 3
     return products + micros * layers * (dispatch + tensor + inner) + repeats * zero
+
+
+def quantised_flops(config: RunConfig) -> float:
+    """FLOPs of training one token that are in a recipe's products: all but attention's own, the head and the router."""
+    if config.precision.recipe == "compute":
+        return 0.0
+    model = config.model
+    return train_flops_per_token(model, 0) - 6.0 * model.vocab_size * model.d_model * (1 + model.mtp_depth)
 
 
 def _model_parallel(config: RunConfig, target: Target) -> float:

@@ -168,6 +168,24 @@ def test_search_prunes_and_orders(planned):
     assert known == [] and any("are usable" in reason for reason in rejected.values())
 
 
+def test_search_may_choose_a_recipe_that_the_gpus_have():
+    recipes = ("compute", "fp8_block", "mxfp8")
+    wide = replaced(config(), model=dict(d_model=512, expert_width=256))
+    known, rejected = search.candidates(wide, TARGET, recipes=recipes)
+    assert {c.config.precision.recipe for c in known} == {"compute", "fp8_block"}
+    assert any("mxfp8" in family for family in rejected)
+    bare = lambda c: replaced(c.config, precision=dict(recipe="compute"))
+    seconds = {c.config: c.seconds for c in known}
+    quantised = [c for c in known if c.config.precision.recipe == "fp8_block" and bare(c) in seconds]
+    assert quantised and all(c.seconds < seconds[bare(c)] for c in quantised)
+    assert {c.config.precision.recipe for c in search.candidates(wide, TARGET)[0]} == {"compute"}
+
+
+def test_options_of_the_search_need_it(planned, capsys):
+    assert command.main([*FLAGS, "--recipes", "compute", "fp8_block"]) == 2
+    assert "--recipes has no effect without --search" in capsys.readouterr().err
+
+
 def test_search_takes_the_fastest_that_fits_and_saves_it(planned, monkeypatch, capsys):
     chosen = replaced(config(), parallel=dict(ep=2, transport="alltoall"))
     candidate = search.Candidate(chosen, 1.0, 1.0)
