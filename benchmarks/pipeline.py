@@ -1,12 +1,13 @@
 """Pipeline stages and overlap as XLA compiles them for H100s that aren't there: memory, and how much of rows' way is hidden.
 
     scripts/setup_aot.sh
-    python benchmarks/pipeline.py [--only "v=1, overlap"] [--micros 16 32] [--steady]
+    python benchmarks/pipeline.py [--only "v=1, overlap"] [--micros 16 32] [--ep 32] [--steady]
 
 16 layers of 64 experts (D 4096, F 1536, k 8), 4 rows of 1024 tokens a GPU and micro-batch, ep 8, pp 4 on 32 GPUs; attention
 and experts are computed again. Hidden shares are of all-to-all bytes, by a replay of the schedule with links of 300 GB/s
-(ep in one NVLink domain). --steady compiles the ticks alone that have both a forward and a backward unit, in a third of
-the time. Exits with 1 when temporaries grow with the number of micro-batches, or overlap hides less than 85 %.
+(ep in one NVLink domain) and 50 GB/s between domains; --ep 32 takes 128 GPUs and goes across nodes. --steady compiles the
+ticks alone that have both a forward and a backward unit, in a third of the time. Exits with 1 when temporaries grow with
+the number of micro-batches, or overlap inside a domain hides less than 85 %.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def configuration(case: str, micros: int, memory: MemoryConfig = AGAIN, ep: int 
         attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128, qk_norm=True),
         router=RouterConfig(num_experts=64, top_k=8, aux_coefficient=1e-3, bias_rate=1e-3),
     )  # fmt: skip
-    rows = 4 * 32 // stages["pp"]
+    rows = 4 * 4 * ep // stages["pp"]
     return RunConfig(
         model=model,
         parallel=ParallelConfig(**stages, ep=ep, transport="alltoall", cell_factor=1.25, row_factor=1.25),
@@ -124,11 +125,12 @@ def main() -> int:
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-aot/bin/python")
     parser.add_argument("--only", choices=list(CASES), action="append")
     parser.add_argument("--micros", type=int, nargs="+", default=[16])
+    parser.add_argument("--ep", type=int, default=8, help="of four times as many GPUs")
     parser.add_argument("--keep-all", action="store_true", help="recompute nothing: near a GPU's memory")
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--save", type=Path, help="folder for the scheduled modules")
     a = parser.parse_args()
-    target, failed = parse_target("h100:32"), []
+    target, failed = parse_target(f"h100:{4 * a.ep}"), []
     memory = MemoryConfig() if a.keep_all else AGAIN
     columns = (
         "temporaries MiB",
@@ -146,12 +148,12 @@ def main() -> int:
     for case in a.only or CASES:
         found = {}
         for micros in a.micros:
-            config = configuration(case, micros, memory)
+            config = configuration(case, micros, memory, a.ep)
             schedule = schedule_of(config, layout_of(config, Decoder(config.model, config.parallel)))
             if a.steady:
-                step = compile_steady(config, 32, target, a.python)
+                step = compile_steady(config, target.num_gpus, target, a.python)
             else:
-                step = compile_step(config, 32, target.description, python=a.python)
+                step = compile_step(config, target.num_gpus, target.description, python=a.python)
             if a.save:
                 (a.save / f"{case.replace(', ', '-').replace(' ', '_')}-{micros}.hlo").write_text(step.text)
             timeline = timeline_of(config, step.text, target)
@@ -164,7 +166,9 @@ def main() -> int:
                 f"{rows['alone']:.0f}", f"{timeline.step_s * 1e3:.0f}", f"{step.compile_s:.0f}",
             )  # fmt: skip
             print(f"{case + f', M={micros}':26}" + "".join(f"{number:>17}" for number in numbers), flush=True)
-            failed += [f"{case}: {hidden:.0%} hidden, under 85 %"] * (config.parallel.overlap and hidden < 0.85)
+            failed += [f"{case}: {hidden:.0%} hidden, under 85 %"] * (
+                config.parallel.overlap and a.ep <= 8 and hidden < 0.85
+            )
         if max(found.values()) > 1.01 * min(found.values()):
             failed.append(f"{case}: temporaries grow with micro-batches: {found}")
     print("\n".join(failed) or "as it should be")
