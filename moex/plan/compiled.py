@@ -121,7 +121,7 @@ def _child(folder: Path, num_gpus: int, gpus_per_host: int) -> None:
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         compile_s=seconds,
     )
