@@ -77,5 +77,5 @@ def by_name(
         names_which_can_be_saved=stay, names_which_can_be_offloaded=of("host"),
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
-    # The barrier against XLA's common subexpressions would have all that comes from the host wait for its last byte.
-    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=once or not memory.offload)
+    # In a loop XLA can't join the two passes; its barrier would have a pass wait for the last byte that comes from the host.
+    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=once)
