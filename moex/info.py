@@ -145,6 +145,7 @@ def text(facts: Mapping[str, Any]) -> str:
         ("compute", ", ".join(f["compute_dtypes"])),
         *_with_reasons("recipes", f["recipes"]),
         ("recompute", ", ".join(f["recompute"])),
+        ("offload", ", ".join(f["offload"])),
         ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),
     ]

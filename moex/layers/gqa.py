@@ -87,7 +87,7 @@ class GroupedQueryAttention(nnx.Module):
         """Queries, keys and values of this device's heads and all tokens of its context-parallel part."""
         config = self.config
         x_BSD = named("attn_norm", collectives.all_gather(x_BSD, fold.dense.tp, dim=1))
-        q = linear(x_BSD, self.query[...], name="attn_norm")
+        q = linear(x_BSD, self.query[...])
         k, v = (self._own_heads(x_BSD, weight[...], fold) for weight in (self.key, self.value))
         if config.bias:
             q += self.query_bias[...][None, None]
@@ -114,7 +114,7 @@ class GroupedQueryAttention(nnx.Module):
     def _own_heads(self, x_BSD, weight_DKH, fold: Fold):
         """Keys or values of the heads that this device's query heads use."""
         if is_quantised(weight_DKH):  # a head is no whole number of tiles
-            return self._own_part(linear(x_BSD, weight_DKH, name="attn_norm"), 2, fold)
+            return self._own_part(linear(x_BSD, weight_DKH), 2, fold)
         return linear(x_BSD, self._own_part(weight_DKH, 1, fold))
 
     def _own_part(self, x, dim: int, fold: Fold):

@@ -84,10 +84,9 @@ class LatentAttention(nnx.Module):
         config = self.config
         nope = config.head_dim
         x_BSD = named("attn_norm", collectives.all_gather(x_BSD, fold.dense.tp, dim=1))
-        down = lambda weight: named("mla_down_proj", linear(x_BSD, weight[...], name="attn_norm"))
+        down = lambda weight: named("mla_down_proj", linear(x_BSD, weight[...]))
         latent = self.query_norm(down(self.query_down)) if config.q_latent_dim else x_BSD
-        came_of = None if config.q_latent_dim else "attn_norm"
-        q = named("mla_up_proj", linear(latent, self.query_up[...], name=came_of))
+        q = named("mla_up_proj", linear(latent, self.query_up[...]))
         q = jnp.concatenate([q[..., :nope], rotate(q[..., nope:], tokens.positions, config.rope)], axis=-1)
         narrow = down(self.kv_down)
         shared = rotate(narrow[:, :, None, config.kv_latent_dim :], tokens.positions, config.rope)

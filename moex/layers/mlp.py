@@ -29,6 +29,6 @@ class MLP(nnx.Module):
         x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
         if self.dense or fold.dense.tp:  # else a shared expert's are those of the router, which have the name
             x_BSD = named("mlp_norm", x_BSD)
-        gate_up = linear(x_BSD, self.gate_up[...], name="mlp_norm")
+        gate_up = linear(x_BSD, self.gate_up[...], name="mlp_norm" if self.dense else None)
         hidden = swiglu(named("mlp_fc1" if self.dense else "shared_experts", gate_up))
         return collectives.psum_scatter(linear(hidden, self.down[...]), fold.dense.tp, dim=1)

@@ -104,6 +104,9 @@ def _remedies(plan: Plan, remedies: Sequence[Remedy]) -> Iterable:
         fits = "" if r.peak_bytes is None else "fits" if r.peak_bytes <= usable else "does not fit"
         rows.append((f"  {r.flags}", r.about, told, fits))
     yield _table("Remedies, each compiled; GiB at the peak", ["", "", "GiB", ""], rows, words=2)
+    fitting = [r for r in remedies if r.peak_bytes is not None and r.peak_bytes <= usable]
+    if not plan.fits:
+        yield f"proposed: {fitting[0].flags}" if fitting else "none of these is enough by itself"
 
 
 def _communication(plan: Plan) -> Iterable:

@@ -31,7 +31,8 @@ def linear(x, weight, *, contracted: int = 1, name: str | None = None):
     Args:
       x: [..., *K], in the compute dtype.
       weight: [*K, *N]: an array, or a `QuantisedWeight`, whose recipe says how all three products are quantised.
-      name: of x, where a layer marks it for `jax.checkpoint` policies: x's codes are kept under it in place of x.
+      name: of x, where a layer marks it for `jax.checkpoint` policies and nothing else needs it: x's codes are kept under
+        it in place of x.
     Returns: [..., *N] like x. With a quantised weight the gradient in it is float32, and the product's sums are.
     """
     if isinstance(weight, QuantisedWeight):

@@ -13,14 +13,16 @@ def memory_problems(config: RunConfig) -> list[str]:
     problems = _contradictions(memory)
     for field in ("recompute", "offload"):
         for name in getattr(memory, field):
-            problems += [f"memory.{field}: `{name}` has no effect {why}" for why in [_without(name, config)] if why]
+            problems += [f"memory.{field}: `{name}` has no effect {why}" for why in [without(name, config)] if why]
     if memory.offload and (config.parallel.pp > 1 or config.parallel.overlap):
         problems.append(
             f"memory.offload={','.join(memory.offload)}: a pipeline and parallel.overlap keep what is between two passes in "
             "a ring on the device: use memory.recompute, or pp=1 without overlap"
         )
-    if memory.optimizer == "host" and config.optimizer.name == "sgd":
-        problems.append("memory.optimizer=host has no effect: optimizer.name=sgd has no moments; set it to device")
+    if memory.optimizer == "host" and config.optimizer.name == "sgd" and not config.optimizer.sgd_momentum:
+        problems.append(
+            "memory.optimizer=host has no effect: optimizer.name=sgd without sgd_momentum has no moments; set it to device"
+        )
     return problems + _stash_problems(config)
 
 
@@ -40,7 +42,7 @@ def _contradictions(memory: MemoryConfig) -> list[str]:
     return problems
 
 
-def _without(name: str, config: RunConfig) -> str:
+def without(name: str, config: RunConfig) -> str:
     """What the configuration lacks for the name to have an effect, or ""."""
     model, parallel = config.model, config.parallel
     latent, experts = model.attention.kind == "mla", model.num_moe_layers > 0

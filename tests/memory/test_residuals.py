@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from mesh import abstract_mesh
-from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig
+from moex.config import MemoryConfig, ParallelConfig
 from moex.memory.residuals import RESIDUALS, places
 from moex.train.program import build
 from moex.validate import resolve_fold
@@ -22,7 +23,7 @@ SHARED = dataclasses.replace(MODELS["mla"], shared_gate=True, latent_width=24)
 
 
 def traced(model, parallel, num_devices, **memory):
-    config = tiny_config(MODELS.get(model, model), parallel=parallel, memory=MemoryConfig(**memory))
+    config = tiny_config(model, parallel=parallel, memory=MemoryConfig(**memory))
     fold = resolve_fold(parallel, num_devices)
     program = build(config, fold, mesh=abstract_mesh(fold))
     return list(equations(program.train.trace(program.state, program.batch).jaxpr))
@@ -65,7 +66,6 @@ def test_an_offloaded_name_goes_before_its_module():
 
 
 ALL = tuple(name for name in RESIDUALS if name not in ("mla_down_proj", "mla_up_proj", "mlp_fc1", "shared_experts"))
-FP8 = PrecisionConfig(compute_dtype="float32", recipe="fp8_block", emulate=True)
 OFFLOADS = {
     "gqa over 8": (8, tiny_config("gqa", parallel=SPREAD, accumulation=2), ALL[:-1]),
     "mla over 8": (
@@ -73,18 +73,17 @@ OFFLOADS = {
         tiny_config("mla", parallel=ULYSSES),
         ("layer_input", "mla_down_proj", "mla_up_proj", "context", "core_attn", "mlp_fc1", "shared_experts", "expert_rows"),
     ),
-    "layers computed again": (
+    "the rest computed again": (
         1,
-        tiny_config("gqa", memory=MemoryConfig(recompute=("layer",))),
-        ("layer_input", "expert_rows"),
+        tiny_config("gqa", memory=MemoryConfig(recompute=("attention", "mlp_norm", "router", "expert_fc1"))),
+        ("attn_proj", "expert_rows"),
     ),
-    "fp8": (1, tiny_config("gqa", parallel=ALONE, precision=FP8), ("attn_norm", "expert_rows", "expert_fc1")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offload_gives_the_bits_of_keeping(name):
-    """And what is named is on the host, layer by layer: nothing of its size is kept on the device."""
+    """Of what is named; its bytes on the host are compared in tests/plan/test_recipes.py."""
     num_devices, config, offload = OFFLOADS[name]
     memory = dataclasses.replace(config.memory, offload=offload)
     moved = dataclasses.replace(config, memory=memory)
@@ -100,13 +99,15 @@ SETS = [
     ("gqa", ("qkv", "attn_proj", "router", "expert_fc1")),
     (SHARED, ("mla_down_proj", "mlp_norm", "mlp_fc1", "latent_rows", "shared_experts")),
     (SHARED, ("attention", "mlp", "moe")),
+    ("gqa", ("layer",), ("layer_input", "expert_rows")),
 ]
 
 
-@pytest.mark.parametrize("model, recompute", SETS, ids=lambda x: "-".join(x) if isinstance(x, tuple) else "")
-def test_recompute_changes_no_gradient(model, recompute):
-    model = MODELS.get(model, model) if isinstance(model, str) else model
-    want, got = (one_step(tiny_config(model, memory=MemoryConfig(recompute=r)), 1) for r in ((), recompute))
+@pytest.mark.parametrize("case", SETS, ids=lambda case: "-".join(itertools.chain(*case[1:])))
+def test_recompute_changes_no_gradient(case):
+    model, *places = case
+    memory = MemoryConfig(**dict(zip(("recompute", "offload"), places, strict=False)))
+    want, got = (one_step(tiny_config(model, memory=m), 1) for m in (MemoryConfig(), memory))
     np.testing.assert_array_equal(got.metrics["expert_counts"], want.metrics["expert_counts"])
     np.testing.assert_allclose(got.metrics["loss"], want.metrics["loss"], rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
@@ -114,8 +115,8 @@ def test_recompute_changes_no_gradient(model, recompute):
 
 
 def test_moments_on_the_host_are_those_on_the_device():
-    """Two steps, the second of which starts from what the first sent back."""
-    config = tiny_config("gqa", parallel=SPREAD, optimizer=ADAMW)
+    """Split over eight devices as their weights are."""
+    config = tiny_config("gqa", optimizer=ADAMW)
     want, got = (
         one_step(dataclasses.replace(config, memory=MemoryConfig(optimizer=place)), 8) for place in ("device", "host")
     )

@@ -142,7 +142,7 @@ def test_remedies_are_configurations_that_pass_their_checks(planned, monkeypatch
     assert [r.flags.split()[0] for r in offered[:3]] == [
         "--parallel.cell_factor",
         "--memory.recompute",
-        "--parallel.zero",
+        "--memory.optimizer",
     ]
     for remedy in offered:
         check(remedy.config)
