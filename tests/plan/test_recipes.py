@@ -11,6 +11,7 @@ from moex.config import MemoryConfig, ParallelConfig, PrecisionConfig
 from moex.memory.residuals import RESIDUALS
 from moex.plan import __main__ as command
 from moex.plan.memory import by_formula
+from moex.plan.module import host_reads
 from moex.plan.recipes import recipes_text
 from moex.plan.residuals import costs, kept_bytes
 from moex.plan.sizes import sizes
@@ -82,6 +83,33 @@ def test_codes_go_to_the_host_in_place_of_what_they_stand_for():
     for name, share in dict(expert_rows=132 / 512, expert_fc1=2 / 4).items():
         assert got.pop(name) == want.pop(name) * rows[1] / rows[0] * share
     assert got == want
+
+
+# A backward loop as XLA schedules it, without what isn't read: a copy of a layer's rows is started and awaited.
+LOOP = """\
+%body (p: (s32[], bf16[8,64], bf16[4,8,64])) -> (s32[], bf16[8,64], bf16[4,8,64]) {{
+  %p = (s32[], bf16[8,64]{{1,0}}, bf16[4,8,64]{{2,1,0:S(5)}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %held = bf16[8,64]{{1,0}} get-tuple-element(%p), index=1
+  %stack = bf16[4,8,64]{{2,1,0:S(5)}} get-tuple-element(%p), index=2
+  %start = ((bf16[4,8,64]{{2,1,0:S(5)}}, s32[]), bf16[1,8,64]{{2,1,0}}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%f
+  %first = bf16[8,64]{{1,0}} fusion({first}), kind=kLoop, calls=%g
+  %done = bf16[1,8,64]{{2,1,0}} fusion-done(%start), metadata={{op_name="dynamic_slice"}}
+  %rows = bf16[8,64]{{1,0}} bitcast(%done)
+  %kept = bf16[8,64]{{1,0}} copy(%rows), control-predecessors={{%first}}
+  %second = bf16[8,64]{{1,0}} fusion(%first, {second}), kind=kLoop, calls=%g
+  ROOT %out = (s32[], bf16[8,64]{{1,0}}, bf16[4,8,64]{{2,1,0:S(5)}}) tuple(%i, %kept, %stack)
+}}
+
+ENTRY %main (a: s32[]) -> s32[] {{
+  %loop = (s32[], bf16[8,64]{{1,0}}, bf16[4,8,64]{{2,1,0:S(5)}}) while(%init), condition=%cond, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize("first, second, ahead", [("%held", "%held", True), ("%held", "%rows", False)])
+def test_what_is_read_for_the_next_layer_is_told_from_what_is_awaited(first, second, ahead):
+    assert host_reads(LOOP.format(first=first, second=second)) == {"%done": ahead}
 
 
 def test_the_formula_of_a_plan_knows_recipes():
