@@ -111,9 +111,10 @@ def _part(x) -> int:
 def _kept(config: RunConfig, fold: Fold, n: Sizes, width: int) -> tuple[float, str]:
     """What all layers keep from forward to backward."""
     model, memory = config.model, config.memory
+    staged = config.parallel.pp > 1 or config.parallel.overlap
     if memory.recompute == ("layer",) and not memory.offload:
         return kept_bytes(config, fold), f"the input of each of {model.num_layers + model.mtp_depth} layers"
-    if memory.recompute or memory.offload or config.parallel.zero == 3:
+    if memory.recompute or memory.offload or (config.parallel.zero == 3 and not staged):
         return kept_bytes(config, fold), "inputs, and by name what isn't computed again, of every layer"
     inputs = float(n.tokens * model.d_model * width)
     attention, experts = _attention(config, fold, n, width), _experts(config, fold, n, width)
