@@ -58,15 +58,17 @@ def named(name: Residual, tree, *, small: bool = False):
 
 
 def by_name(
-    memory: MemoryConfig, *, sparse: bool, once: bool = False, gathers: bool = False
+    memory: MemoryConfig, *, sparse: bool, barrier: bool = False, gathers: bool = False
 ) -> Callable[[Callable], Callable]:
     """A wrapper for what computes a layer, or a part of it, that keeps what the configuration says.
 
     The function itself, with all that autodiff keeps, where nothing of such a layer is computed again or goes to the host.
     A function may close over arrays that need gradients.
 
-    once: the function is in no loop that runs more than once.  gathers: it gathers its weights, which are then gathered
-    again, too: all layers' together are what ZeRO-3 has no room for.
+    barrier: nothing is computed again before the gradient is there: for functions in no loop, whose two passes XLA would
+    join, and for those whose backward pass has its place beside something. In a loop it would only have a layer wait for
+    the last byte that comes from the host.
+    gathers: it gathers its weights, which are then gathered again, too: all layers' together are what ZeRO-3 has no room for.
     """
     where = places(memory, sparse=sparse)
     if set(where.values()) == {"device"} and not gathers:
@@ -77,5 +79,4 @@ def by_name(
         names_which_can_be_saved=stay, names_which_can_be_offloaded=of("host"),
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
-    # In a loop XLA can't join the two passes; its barrier would have a pass wait for the last byte that comes from the host.
-    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=once)
+    return functools.partial(jax.checkpoint, policy=policy, prevent_cse=barrier)

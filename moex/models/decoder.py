@@ -192,9 +192,9 @@ class Decoder:
 
         def body(segment: Segment, carry, given):
             layers, meters = given
-            stats, once = [], segment.repeats == 1
+            stats, alone = [], segment.repeats == 1
             for place, (kind, weights, steering) in enumerate(stacks.each(segment.period, layers)):
-                layer = self.by_name(kind.sparse, once, self._gathers)(functools.partial(run, kind))
+                layer = self.by_name(kind.sparse, alone, self._gathers)(functools.partial(run, kind))
                 *carry, of_layer = layer(*carry, weights, steering, None if meters is None else meters[place])
                 stats += [of_layer] if kind.sparse else []
             return tuple(carry), jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
@@ -211,9 +211,9 @@ class Decoder:
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
         return self.final_norm(ends, x_BSD), stats
 
-    def by_name(self, sparse: bool, once: bool = False, gathers: bool = False) -> Callable[[Callable], Callable]:
+    def by_name(self, sparse: bool, barrier: bool = False, gathers: bool = False) -> Callable[[Callable], Callable]:
         """A wrapper for what computes a layer or a part of it, see `moex.memory.residuals.by_name`."""
-        return by_name(self.memory, sparse=sparse, once=once, gathers=gathers)
+        return by_name(self.memory, sparse=sparse, barrier=barrier, gathers=gathers)
 
     def layer(self, kind: Kind, weights: Mapping) -> Layer:
         """One layer of a kind, with its parameters as compute sees them."""

@@ -190,7 +190,7 @@ class _Model:
             return self.decoder.layer(kind, param.laid_over(known.whole, entered))
 
         cut = Cut if kind.sparse and can_be_cut(self.config) else Whole
-        making = Making(build, self.decoder.by_name(kind.sparse), lambda loss: vary(loss, self.pp))
+        making = Making(build, self.decoder.by_name(kind.sparse, barrier=True), lambda loss: vary(loss, self.pp))
         return cut.of(making, self.fold, weights, known, given)
 
     def head(self, ends, y_BSD, m, sums: HeadSums | None):
