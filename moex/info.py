@@ -21,7 +21,7 @@ from mesh.topology import peak_flops
 from moex import cli
 from moex.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RouterConfig
 from moex.dispatch import TRANSPORTS, unavailable
-from moex.memory.recompute import MODULES
+from moex.memory.residuals import MODULES, RESIDUALS
 from moex.models.decoder import Decoder
 from moex.models.flops import num_parameters
 from moex.precision.products import missing_hardware
@@ -67,7 +67,8 @@ def collect() -> dict[str, Any]:
         kernels=kernels(),
         compute_dtypes=_choices(PrecisionConfig, "compute_dtype"),
         recipes=_recipes(jax.devices()[0].device_kind),
-        recompute=list(MODULES),
+        recompute=[*MODULES, *(name for name in RESIDUALS if name != "layer_input")],
+        offload=list(RESIDUALS),
         stash=["experts"],
         optimizers=_choices(OptimizerConfig, "name"),
         presets={name: _preset(name) for name in cli.PRESETS},
@@ -144,6 +145,7 @@ def text(facts: Mapping[str, Any]) -> str:
         ("compute", ", ".join(f["compute_dtypes"])),
         *_with_reasons("recipes", f["recipes"]),
         ("recompute", ", ".join(f["recompute"])),
+        ("offload", ", ".join(f["offload"])),
         ("stash", ", ".join(f["stash"])),
         ("optimizers", ", ".join(f["optimizers"])),
     ]

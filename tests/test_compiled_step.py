@@ -3,6 +3,7 @@
 Compiled in a child process with the compile-only CUDA packages; the readers are tested on texts everywhere.
 """
 
+import dataclasses
 import re
 
 import pytest
@@ -20,11 +21,12 @@ from moex.config import (
 from moex.plan.compiled import CompileError, compile_step
 from moex.plan.hlo import parse
 from moex.plan.launches import launches
-from moex.plan.memory import sizes
-from moex.plan.module import copies, exposed, number_of, thunks, unpaired, waits_for_host
+from moex.plan.memory import moments_bytes, sizes
+from moex.plan.module import copies, exposed, host_reads, number_of, thunks, unpaired, waits_for_host
 from moex.plan.plan import read_plan
+from moex.plan.residuals import kept_bytes
 from moex.plan.target import parse_target
-from moex.validate import ConfigError
+from moex.validate import ConfigError, resolve_fold
 
 H100S = parse_target("h100:64")
 TARGET = H100S.description
@@ -109,6 +111,26 @@ def test_the_plan_finds_no_fault_and_adds_up(compiled):
     assert forward == pytest.approx(2 * 4 * (slots + spill) * d_model * 2, rel=0.01), "there and back, in four layers"
     assert {c.view for c in rows} == {"ep"}
     assert set(plan.estimate.executed_flops) <= {"bf16", "f32"}
+
+
+@pytest.mark.needs_aot
+@pytest.mark.slow
+def test_what_goes_to_the_host_is_there_and_comes_back_a_layer_ahead(aot_python):
+    """Bytes on the host as the table of recipes has them, and moments that are no argument of the device any more."""
+    moved = MemoryConfig(offload=("core_attn", "expert_rows", "expert_fc1"), optimizer="host")
+    here, there = (
+        dataclasses.replace(EVERYTHING, memory=memory) for memory in (MemoryConfig(recompute=("attn_norm",)), moved)
+    )
+    stays, goes = (compile_step(config, 64, TARGET, python=aot_python) for config in (here, there))
+    fold = resolve_fold(there.parallel, 64)
+    assert goes.host_argument_bytes == pytest.approx(moments_bytes(there, fold), rel=0.01)
+    assert stays.argument_bytes - goes.argument_bytes == goes.host_argument_bytes
+    sent = goes.host_bytes - goes.host_argument_bytes
+    assert sent == pytest.approx(kept_bytes(there, fold, on_host=True), rel=0.01)
+    assert stays.temporary_bytes - goes.temporary_bytes > 0.4 * sent, "of four layers two are on their way"
+    reads = host_reads(goes.text)
+    assert len(reads) >= 3 and all(reads.values())
+    assert waits_for_host(goes.thunks, goes.text) == []
 
 
 @pytest.mark.needs_aot

@@ -169,6 +169,19 @@ def test_a_run_killed_at_a_random_step_continues_to_the_same_bits(straight, corp
     assert [event["step"] for event in events_of(tmp_path, "superseded_step")] == list(range(saved, at + 1))
 
 
+def test_moments_on_the_host_continue_it(straight, corpora, tmp_path):
+    """From step 6 on: where moments wait changes no bit of a run, nor what is saved."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    for step in (9, STEPS):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    here(folder, [*ARGUMENTS, *ONE_FOLDING, *corpora, "--memory.optimizer=host"])
+    assert [event["step"] for event in events_of(folder, "resume")] == [6]
+    assert lines_of(folder) == lines_of(straight)
+    ours, theirs = (dict(leaves(open_step(run))) for run in (folder, straight))
+    assert {name: x.tobytes() for name, x in ours.items()} == {name: x.tobytes() for name, x in theirs.items()}
+
+
 @pytest.mark.slow
 def test_another_folding_and_another_number_of_processes_continue_it(straight, corpora, tmp_path):
     """From step 3 two processes on another folding, from step 6 one again: samples as they were, losses within 1e-5."""

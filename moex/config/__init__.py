@@ -6,7 +6,7 @@ Values are plain (numbers, strings, tuples), so a resolved configuration is a JS
 import dataclasses
 
 from moex.config.compiler import CompilerConfig
-from moex.config.compute import MemoryConfig, PrecisionConfig
+from moex.config.compute import MemoryConfig, Module, PrecisionConfig, Residual
 from moex.config.model import AttentionConfig, ModelConfig, RopeConfig, RouterConfig
 from moex.config.observe import ObserveConfig
 from moex.config.parallel import ParallelConfig
@@ -18,11 +18,13 @@ __all__ = [
     "CompilerConfig",
     "DataConfig",
     "MemoryConfig",
+    "Module",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "Residual",
     "RopeConfig",
     "RouterConfig",
     "RunConfig",

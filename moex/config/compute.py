@@ -3,6 +3,13 @@
 import dataclasses
 from typing import Literal
 
+Module = Literal["layer", "attention", "mlp", "moe", "experts"]
+"""Parts of a layer that stand for several of the following."""
+Residual = Literal[
+    "layer_input", "attn_norm", "qkv", "mla_down_proj", "mla_up_proj", "context", "core_attn", "attn_proj", "mlp_norm",
+    "mlp_fc1", "router", "expert_rows", "expert_fc1", "shared_experts", "latent_rows",
+]  # fmt: skip
+"""What a layer may keep for its backward pass: see docs/memory.md."""
 Recipe = Literal["compute", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4"]
 
 
@@ -40,10 +47,14 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What the backward pass computes again, and what it finds elsewhere than in buffers of each layer."""
+    """What the backward pass computes again or finds elsewhere than in buffers of each layer, and what waits on the host."""
 
-    recompute: tuple[Literal["layer", "attention", "mlp", "moe", "experts"], ...] = ()
-    """Modules that are computed again; `layer` is all of them at once. Rows in a stash are not."""
+    recompute: tuple[Literal[Module, Residual], ...] = ()
+    """Modules, or single ones of their results, that are computed again; `layer` is all of them. Rows in a stash are not."""
+    offload: tuple[Residual, ...] = ()
+    """Results that go to pinned memory of the host in the forward pass and come back, a layer ahead, in the backward pass."""
+    optimizer: Literal["device", "host"] = "device"
+    """Where the optimizer's moments are between steps: on the device, or in pinned memory of the host."""
     stash: tuple[Literal["experts"], ...] = ()
     """Modules whose rows all layers keep in one stash, of the size that is used rather than the worst case of each layer."""
     stash_factor: float = 1.1

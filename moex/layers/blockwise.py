@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh.vma import vary, varying
+from moex.memory.residuals import named
 
 _MASKED = -1e30
 _MOST_BLOCKS = 16
@@ -175,7 +176,8 @@ def _fwd(q, k, v, queries, keys, sinks_N, meter_N, rule: Rule, ordered, block_si
         return out.astype(q.dtype), lse, *([] if meter_N is None else [top])
 
     out, lse, *top = _row_by_row(forward, q, k, v, queries, keys)
-    read_N = largest(top[0], queries.segments) if top else None
+    out, lse = named("core_attn", out), named("core_attn", lse, small=True)
+    read_N = named("core_attn", largest(top[0], queries.segments), small=True) if top else None
     return out, (q, k, v, queries, keys, out, lse, sinks_N, read_N)
 
 

@@ -33,6 +33,7 @@ from moex.layers.blockwise import (
     with_sinks,
 )  # fmt: skip
 from moex.layers.tokens import Tokens
+from moex.memory.residuals import kept, named
 
 
 def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
@@ -64,16 +65,16 @@ def mix(
         return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, ordered=True, **own, **options)
     if method == "ring":
         return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, sinks_N, meter_N, axes, Rule(**options))
-    everyone = Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens))
+    everyone = kept(Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens)))
     if method == "gather":
-        k, v = (collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH))
+        k, v = named("context", tuple(collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH)))
         return attend(q_BSNH, k, v, tokens, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
     to_heads = functools.partial(collectives.all_to_all, axes=axes, split_dim=2, concat_dim=1)
-    q, k, v = (to_heads(x) for x in (q_BSNH, k_BTKH, v_BTKH))
+    q, k, v = named("context", tuple(to_heads(x) for x in (q_BSNH, k_BTKH, v_BTKH)))
     own = lambda x_N: lax.dynamic_slice_in_dim(x_N, collectives.axis_index(axes) * q.shape[2], q.shape[2])
     sinks_N, meter_N = jax.tree.map(own, (sinks_N, meter_N))
     mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
-    return collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2)
+    return named("context", collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2))
 
 
 def _ring(q, k, v, tokens: Tokens, sinks_N, meter_N, axes: Axes, rule: Rule):
@@ -112,8 +113,11 @@ def _ring_fwd(q, k, v, segments, index, sinks_N, meter_N, axes, rule):
     steps = jnp.arange(1, ranks, dtype=jnp.int32)
     (low, high, _), _ = lax.scan(turn, (low, high, (k, v, segments, index)), steps)
     low, high = with_sinks(low, sinks_N), with_sinks(high, sinks_N)
-    out, lse = _joined(low.out, high.out), _joined(low.lse, high.lse)
-    read_N = None if meter_N is None else largest(_joined(low.top, high.top), segments)
+    out, lse = named("core_attn", _joined(low.out, high.out)), _joined(low.lse, high.lse)
+    lse = named("core_attn", lse, small=True)
+    read_N = None
+    if meter_N is not None:
+        read_N = named("core_attn", largest(_joined(low.top, high.top), segments), small=True)
     return out.astype(q.dtype), (q, k, v, segments, index, sinks_N, read_N, out, lse)
 
 

@@ -11,7 +11,8 @@ from flax import nnx
 
 from moex.config import ModelConfig
 from moex.layers.param import declare
-from moex.precision.experts import QuantisedRows, block_expert_mlp, grouped_linear
+from moex.memory.residuals import named
+from moex.precision.experts import ROWS, QuantisedRows, block_expert_mlp, grouped_linear
 from moex.precision.matrix import whole_tiles
 from moex.precision.recipes import GemmRecipe
 from moex.precision.weight import QuantisedWeight, is_quantised, quantise_here
@@ -34,9 +35,10 @@ def expert_mlp(
     """
     gate_up_RG = grouped_matmul(rows_RD, gate_up_eDG, sizes_e)
     if gate_up_bias_eG is None:
+        gate_up_RG = named("expert_fc1", gate_up_RG)
         return _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, activation)
     num_rows = rows_RD.shape[0]
-    gate_up_RG += _of_each_row(gate_up_bias_eG, sizes_e, num_rows)
+    gate_up_RG = named("expert_fc1", gate_up_RG + _of_each_row(gate_up_bias_eG, sizes_e, num_rows))
     out_RD = _activate_and_project(gate_up_RG, weights_R, sizes_e, down_eFD, activation)
     return out_RD + _of_each_row(down_bias_eD, sizes_e, num_rows) * weights_R.astype(out_RD.dtype)[:, None]
 
@@ -53,7 +55,8 @@ def quantised_expert_mlp(rows_RD, weights_R, sizes_e, gate_up: QuantisedWeight, 
         rows_RD = rows_RD.values()
     filled_RD, filled_R = (whole_tiles(x, 128, (0,)) for x in (rows_RD, weights_R))
     activate = jax.checkpoint(_hidden, prevent_cse=False)
-    out_RD = grouped_linear(activate(grouped_linear(filled_RD, gate_up, sizes_e), filled_R), down, sizes_e)
+    gate_up_RG = named("expert_fc1", grouped_linear(filled_RD, gate_up, sizes_e, name=ROWS))
+    out_RD = grouped_linear(activate(gate_up_RG, filled_R), down, sizes_e)
     return out_RD[: rows_RD.shape[0]]
 
 

@@ -17,6 +17,7 @@ from moex.layers.param import declare
 from moex.layers.recall import Memory, places, recalled, remember, texts
 from moex.layers.rope import rotate, softmax_scale
 from moex.layers.tokens import Tokens
+from moex.memory.residuals import named
 from moex.precision.linear import linear
 from moex.precision.weight import is_quantised
 
@@ -85,13 +86,14 @@ class GroupedQueryAttention(nnx.Module):
     def _project(self, x_BSD, tokens: Tokens, fold: Fold):
         """Queries, keys and values of this device's heads and all tokens of its context-parallel part."""
         config = self.config
-        x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
+        x_BSD = named("attn_norm", collectives.all_gather(x_BSD, fold.dense.tp, dim=1))
         q = linear(x_BSD, self.query[...])
         k, v = (self._own_heads(x_BSD, weight[...], fold) for weight in (self.key, self.value))
         if config.bias:
             q += self.query_bias[...][None, None]
             k += self._own_part(self.key_bias[...], 0, fold)[None, None]
             v += self._own_part(self.value_bias[...], 0, fold)[None, None]
+        q, k, v = named("qkv", (q, k, v))
         if config.qk_norm:
             q, k = self._norms(q, k, fold)
         q, k = (rotate(x, tokens.positions, config.rope, width=config.rope_dim) for x in (q, k))

@@ -18,6 +18,7 @@ from moex.layers.param import declare
 from moex.layers.recall import Memory, places, recalled, remember, texts
 from moex.layers.rope import rotate, softmax_scale
 from moex.layers.tokens import Tokens
+from moex.memory.residuals import named
 from moex.precision.linear import linear
 from moex.precision.weight import is_quantised
 
@@ -82,17 +83,18 @@ class LatentAttention(nnx.Module):
         """Queries of this device's heads, latents and the rotated key, of all tokens of its context-parallel part."""
         config = self.config
         nope = config.head_dim
-        x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
-        latent = self.query_norm(linear(x_BSD, self.query_down[...])) if config.q_latent_dim else x_BSD
-        q = linear(latent, self.query_up[...])
+        x_BSD = named("attn_norm", collectives.all_gather(x_BSD, fold.dense.tp, dim=1))
+        down = lambda weight: named("mla_down_proj", linear(x_BSD, weight[...]))
+        latent = self.query_norm(down(self.query_down)) if config.q_latent_dim else x_BSD
+        q = named("mla_up_proj", linear(latent, self.query_up[...]))
         q = jnp.concatenate([q[..., :nope], rotate(q[..., nope:], tokens.positions, config.rope)], axis=-1)
-        narrow = linear(x_BSD, self.kv_down[...])
+        narrow = down(self.kv_down)
         shared = rotate(narrow[:, :, None, config.kv_latent_dim :], tokens.positions, config.rope)
         return q, self.kv_norm(narrow[..., : config.kv_latent_dim]), shared[:, :, 0]
 
     def _keys_and_values(self, latent, shared):
         config = self.config
-        kv = linear(latent, self.kv_up[...])
+        kv = named("mla_up_proj", linear(latent, self.kv_up[...]))
         shared = jnp.broadcast_to(shared[:, :, None], (*kv.shape[:3], config.rope_dim))
         k, v = jnp.concatenate([kv[..., : config.head_dim], shared], axis=-1), kv[..., config.head_dim :]
         more = config.head_dim + config.rope_dim - config.value_dim  # attention kernels want values as wide as keys

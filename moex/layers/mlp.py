@@ -7,6 +7,7 @@ from flax import nnx
 from mesh import collectives
 from mesh.fold import Fold
 from moex.layers.param import declare
+from moex.memory.residuals import named
 from moex.precision.linear import linear
 
 
@@ -20,10 +21,14 @@ class MLP(nnx.Module):
     """down(silu(gate x) * up x).  In and out: activations [B, S / (cp tp), D]."""
 
     def __init__(self, d_model: int, width: int, product: str = "mlp"):
+        self.dense = product == "mlp"
         self.gate_up = declare(d_model, 2, width, axes=(None, None, "tp"), product=product)
         self.down = declare(width, d_model, axes=("tp", None), init="output", product=product)
 
     def __call__(self, x_BSD, fold: Fold):
         x_BSD = collectives.all_gather(x_BSD, fold.dense.tp, dim=1)
-        hidden = swiglu(linear(x_BSD, self.gate_up[...]))
+        if self.dense or fold.dense.tp:  # else a shared expert's are those of the router, which have the name
+            x_BSD = named("mlp_norm", x_BSD)
+        gate_up = linear(x_BSD, self.gate_up[...], name="mlp_norm" if self.dense else None)
+        hidden = swiglu(named("mlp_fc1" if self.dense else "shared_experts", gate_up))
         return collectives.psum_scatter(linear(hidden, self.down[...]), fold.dense.tp, dim=1)

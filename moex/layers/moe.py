@@ -20,6 +20,7 @@ from moex.layers.mlp import MLP
 from moex.layers.param import declare
 from moex.layers.router import Router, Routing, route
 from moex.layers.tokens import own_part
+from moex.memory.residuals import kept, named
 from moex.memory.stash import Stash
 from moex.precision.recipes import resolve
 
@@ -102,7 +103,7 @@ class MoE(nnx.Module):
 
     def run(
         self, x_BSD, stash: Stash | None, steering, segments_BS, fold: Fold, *,
-        index_BS=None, training: bool = False, record: bool = False, checkpoint_experts=lambda f: f,
+        index_BS=None, training: bool = False, record: bool = False,
     ) -> tuple[jax.Array, MoEStats, Stash | None]:  # fmt: skip
         """Runs the block on this device's tokens.
 
@@ -113,14 +114,13 @@ class MoE(nnx.Module):
           index_BS: place of each token in its row; its place in the array otherwise.
           training: dropping, noise, Sinkhorn's selection and loss statistics that only training needs.
           record: return the choices too.
-          checkpoint_experts: wraps the experts' function, to have its hidden rows computed again in the backward pass.
 
         Returns: activations, statistics, and the stash as it is after this layer.
         """
         routed = self._routed(x_BSD, Steering.of(steering), segments_BS, index_BS, fold, training)
         way = self._way(x_BSD.shape, fold, dropping=training and self.router_config.capacity_factor > 0)
         y_TD, account, stash = passage.through_experts(
-            self.experts, routed.x_TD, routed.weights_Tk, routed.copies, fold, way, stash, checkpoint_experts
+            self.experts, routed.x_TD, routed.weights_Tk, routed.copies, fold, way, stash
         )
         y_BSD = self._projected_back(y_TD).reshape(x_BSD.shape)
         stats = self._stats(routed, account, x_BSD.shape, fold, record=record)
@@ -133,9 +133,9 @@ class MoE(nnx.Module):
         departed = passage.depart(routed.x_TD, routed.weights_Tk, routed.copies, fold, way)
         return departed, self._stats(routed, departed.account, x_BSD.shape, fold, record=False)
 
-    def at_experts(self, rows, weights_R, plan, checkpoint_experts):
+    def at_experts(self, rows, weights_R, plan):
         """What has arrived -> what goes back, see `passage.at_experts`."""
-        return passage.at_experts(self.experts, rows, weights_R, plan, checkpoint_experts)
+        return passage.at_experts(self.experts, rows, weights_R, plan)
 
     def land(self, rows, plan, shape_BSD, fold: Fold):
         """What came back -> the block's result without the shared expert's."""
@@ -150,6 +150,7 @@ class MoE(nnx.Module):
         with jax.named_scope("shared_expert"):
             shared_BSD = self.shared(x_BSD, fold)
             if hasattr(self, "shared_gate"):
+                shared_BSD = named("shared_experts", shared_BSD)
                 shared_BSD *= jax.nn.sigmoid(x_BSD @ self.shared_gate[...])[..., None]
             return shared_BSD
 
@@ -158,7 +159,7 @@ class MoE(nnx.Module):
         return y_BSD if shared_BSD is None else y_BSD + shared_BSD
 
     def _projected_back(self, y_TD):
-        return y_TD @ self.latent_up[...] if hasattr(self, "latent_up") else y_TD
+        return named("latent_rows", y_TD) @ self.latent_up[...] if hasattr(self, "latent_up") else y_TD
 
     def _routed(self, x_BSD, steering: Steering, segments_BS, index_BS, fold: Fold, training: bool) -> "_Routed":
         config = self.router_config
@@ -221,7 +222,7 @@ class MoE(nnx.Module):
             keys = {name: jax.random.fold_in(steering.key, i) for i, name in enumerate(keys)}
         if training and config.jitter:
             x_TD = balance.jitter(x_TD.astype(jnp.float32), keys["jitter"], number_T, config.jitter)
-        logits_TE = self.router(x_TD)
+        logits_TE = named("router", self.router(x_TD))
         if steering.replay_BSk is not None:
             replay_Tk = own_part(steering.replay_BSk, fold).reshape(-1, config.top_k)
         routing = route(
@@ -246,7 +247,7 @@ class MoE(nnx.Module):
     def _statistics(self, logits_TE, real_T, routing: Routing, steering, segments_BS, fold: Fold, training) -> dict:
         """The fields of `MoEStats` that the router decides."""
         config, axes, none = self.router_config, fold.dense.tokens, jnp.float32(0)
-        plain_E = balance.plain_counts(logits_TE, real_T, config, axes=axes)
+        plain_E = kept(balance.plain_counts(logits_TE, real_T, config, axes=axes))
         micro = lambda counts_E: balance.balance_loss(logits_TE, real_T, config, axes=axes, counts_E=counts_E)
         sequence_loss, global_loss, offsets_E = none, none, jnp.zeros((config.num_experts,), jnp.float32)
         if config.sequence_coefficient:

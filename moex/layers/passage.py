@@ -22,7 +22,7 @@ from moex.dispatch import legs
 from moex.layers import wire
 from moex.layers.experts import Experts
 from moex.memory import stash as stashing
-from moex.memory.recompute import kept
+from moex.memory.residuals import kept, named
 from moex.memory.stash import Stash
 from moex.precision.experts import QuantisedRows
 from moex.precision.matrix import bits
@@ -104,7 +104,10 @@ def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel:
     copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
     with jax.named_scope("clones"):
         fetch = dict(compute=echo.fetch_weights, float8=echo.fetch_in_float8)[parallel.echo_wire]
-        both = tuple(jnp.concatenate([w, fetch(w, plan.slot_nS, parallel.echo_hot, ep)]) for w in own)
+        fetched = (fetch(w, plan.slot_nS, parallel.echo_hot, ep) for w in own)
+        both = tuple(
+            jnp.concatenate([w, named("expert_rows", x, small=True)]) for w, x in zip(own, fetched, strict=True)
+        )
     return Copies(both, copies_Tk, num_experts + ranks * slots, held, load)
 
 
@@ -132,12 +135,9 @@ def empty_stash(experts: Experts, matrices, num_tokens: int, dtype, num_experts:
 
 
 def through_experts(
-    experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way, stash: Stash | None, checkpoint: Callable
+    experts: Experts, x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way, stash: Stash | None
 ) -> tuple[jax.Array, Account, Stash | None]:
-    """The sum [T, D] over each token's experts of their weighed results.
-
-    checkpoint: wraps the experts' function, to have their hidden rows computed again in the backward pass.
-    """
+    """The sum [T, D] over each token's experts of their weighed results."""
     waves = math.gcd(way.waves, x_TD.shape[0])  # fewer where generation has fewer tokens than training
     if waves > 1:
         return *_in_waves(experts, x_TD, weights_Tk, copies, fold, way, waves), stash
@@ -148,7 +148,7 @@ def through_experts(
     account = _account(plan, weights_Tk, fold)
     with jax.named_scope("experts"):
         if stash is None:
-            out_RD = checkpoint(lambda rows: run(ints, rows, copies.matrices))(rows)
+            out_RD = run(ints, rows, copies.matrices)
         else:
             used = plan.sizes_e.sum(dtype=jnp.int32)
             out_RD, stash = stashing.stashed(run, way.stash_rows)(stash, used, ints, rows, copies.matrices)
@@ -178,13 +178,13 @@ def depart(x_TD, weights_Tk, copies: Copies, fold: Fold, way: Way) -> Departed:
         return Departed(legs.depart(x_TD, plan, fold), weights_R, plan, _account(plan, weights_Tk, fold))
 
 
-def at_experts(experts: Experts, rows, weights_R, plan, checkpoint: Callable):
-    """What has arrived -> what goes back.  checkpoint: as for `through_experts`."""
+def at_experts(experts: Experts, rows, weights_R, plan):
+    """What has arrived -> what goes back."""
     with jax.named_scope("dispatch"):
-        rows_RD = legs.arrive(rows, plan)
+        rows_RD = named("expert_rows", legs.arrive(rows, plan))
     run = _apply(experts)
     with jax.named_scope("experts"):
-        out_RD = checkpoint(lambda rows: run((plan.sizes_e,), rows, experts.matrices()))((rows_RD, weights_R))
+        out_RD = run((plan.sizes_e,), (rows_RD, weights_R), experts.matrices())
     with jax.named_scope("combine"):
         return legs.leave(out_RD, plan)
 
@@ -205,10 +205,11 @@ def _plan(chosen_Tk, number: int, fold: Fold, way: Way):
 
 def _rows(x_TD, weights_Tk, plan, fold: Fold, way: Way):
     transport = way.parallel.transport
-    weights_R = dispatch.send_pairs(transport, weights_Tk, plan, fold)
+    weights_R = named("expert_rows", dispatch.send_pairs(transport, weights_Tk, plan, fold), small=True)
     if way.precision.wire is None:
-        return dispatch.send(transport, x_TD, plan, fold), weights_R
-    return wire.send(transport, x_TD, plan, fold, way.precision.wire), weights_R
+        return named("expert_rows", dispatch.send(transport, x_TD, plan, fold)), weights_R
+    rows = wire.send(transport, x_TD, plan, fold, way.precision.wire)
+    return rows._replace(quantised=named("expert_rows", rows.quantised)), weights_R
 
 
 def _abstract_rows(x_TD, num_rows: int, way: Way):
@@ -249,7 +250,7 @@ def _in_waves(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def wave(x_TD, weights_Tk, chosen_Tk, matrices):
         part = copies._replace(chosen_Tk=chosen_Tk, matrices=matrices)
-        return through_experts(experts, x_TD, weights_Tk, part, fold, at_once, None, lambda f: f)[:2]
+        return through_experts(experts, x_TD, weights_Tk, part, fold, at_once, None)[:2]
 
     parts = [x.reshape(waves, -1, *x.shape[1:]) for x in (x_TD, weights_Tk, copies.chosen_Tk)]
     _, (y, account) = jax.lax.scan(lambda _, one: (None, wave(*one, copies.matrices)), None, tuple(parts))

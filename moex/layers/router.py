@@ -28,7 +28,7 @@ from moex.balance import (
 )
 from moex.config import RouterConfig
 from moex.layers.param import declare
-from moex.memory.recompute import kept
+from moex.memory.residuals import kept
 
 __all__ = [
     "Router",

@@ -6,7 +6,7 @@ device (over tp), L MoE layers, E experts.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -27,7 +27,7 @@ from moex.layers.norm import RMSNorm
 from moex.layers.param import declarations, declare
 from moex.layers.recall import Memory
 from moex.layers.tokens import Tokens, own_part
-from moex.memory.recompute import recomputed
+from moex.memory.residuals import by_name, named
 from moex.memory.stash import Stash, sink
 from moex.models.pattern import Kind, Segment, kinds, segments
 from moex.models.stacks import Stacks
@@ -57,7 +57,7 @@ class Layer(nnx.Module):
     ):
         module = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[config.attention.kind]
         attention = dataclasses.replace(config.attention, sliding_window=kind.window, window_pattern=())
-        self.sparse, self.recompute = kind.sparse, memory.recompute
+        self.sparse = kind.sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = module(config.d_model, attention, config.norm_eps, context=parallel.context)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -82,33 +82,34 @@ class Layer(nnx.Module):
         """The layer after its attention."""
         if not self.sparse:
             with jax.named_scope("mlp"):
-                mlp = lambda x: self.mlp(self.ffn_norm(x), fold)
-                return x_BSD + recomputed("mlp", self.recompute)(mlp)(x_BSD), stash, None
+                return x_BSD + self.mlp(self.ffn_norm(x_BSD), fold), stash, None
         with jax.named_scope("moe"):
             segments_BS, index_BS = own_part(tokens.segments, fold), own_part(tokens.index, fold)
-            options |= dict(index_BS=index_BS, checkpoint_experts=recomputed("experts", self.recompute))
-            moe = lambda x, stash: self.moe.run(self.ffn_norm(x), stash, steering, segments_BS, fold, **options)
-            y_BSD, stats, stash = recomputed("moe", self.recompute)(moe)(x_BSD, stash)
+            normed_BSD = named("mlp_norm", self.ffn_norm(x_BSD))
+            y_BSD, stats, stash = self.moe.run(
+                normed_BSD, stash, steering, segments_BS, fold, index_BS=index_BS, **options
+            )
             return x_BSD + y_BSD, stash, stats
 
     def _attended(self, x_BSD, tokens: Tokens, fold: Fold, meter_N=None):
         with jax.named_scope("attention"):
-            attend = lambda x, meter_N: self.attention(self.attention_norm(x), tokens, fold, meter_N=meter_N)
-            return x_BSD + recomputed("attention", self.recompute)(attend)(x_BSD, meter_N)
+            x_BSD = named("layer_input", x_BSD)
+            mixed_BSD = self.attention(self.attention_norm(x_BSD), tokens, fold, meter_N=meter_N)
+            return named("attn_proj", x_BSD + mixed_BSD)
 
     def depart(self, x_BSD, steering: Steering, tokens: Tokens, fold: Fold):
         """A sparse layer in training up to where rows travel: (`passage.Departed`, what `land` adds them to, `MoEStats`)."""
         x_BSD = self._attended(x_BSD, tokens, fold)
         with jax.named_scope("moe"):
             segments_BS, index_BS = own_part(tokens.segments, fold), own_part(tokens.index, fold)
-            normed_BSD = self.ffn_norm(x_BSD)
+            normed_BSD = named("mlp_norm", self.ffn_norm(x_BSD))
             departed, stats = self.moe.depart(normed_BSD, steering, segments_BS, index_BS, fold)
             return departed, (x_BSD, self.moe.shared_result(normed_BSD, fold)), stats
 
     def at_experts(self, rows, weights_R, plan):
         """What has arrived -> what goes back."""
         with jax.named_scope("moe"):
-            return self.moe.at_experts(rows, weights_R, plan, recomputed("experts", self.recompute))
+            return self.moe.at_experts(rows, weights_R, plan)
 
     def land(self, rows, plan, beside, fold: Fold):
         """What came back -> the layer's result.  beside: of `depart`."""
@@ -150,7 +151,7 @@ class Decoder:
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ):
-        self.config, self.memory = config, memory
+        self.config, self.memory, self._gathers = config, memory, parallel.zero == 3
         self.kinds = kinds(config, precision)
         modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(self.kinds))}
         self._graphs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
@@ -189,11 +190,11 @@ class Decoder:
             layer = self.layer(kind, enter(kind.stack, weights, kind.high))
             return layer(x_BSD, stash, steering, tokens, fold, meter_N=meter_N, **options)
 
-        def body(period: tuple[Kind, ...], carry, given):
+        def body(segment: Segment, carry, given):
             layers, meters = given
-            stats = []
-            for place, (kind, weights, steering) in enumerate(stacks.each(period, layers)):
-                layer = recomputed("layer", self.memory.recompute)(functools.partial(run, kind))
+            stats, alone = [], segment.repeats == 1
+            for place, (kind, weights, steering) in enumerate(stacks.each(segment.period, layers)):
+                layer = self.by_name(kind.sparse, alone, self._gathers)(functools.partial(run, kind))
                 *carry, of_layer = layer(*carry, weights, steering, None if meters is None else meters[place])
                 stats += [of_layer] if kind.sparse else []
             return tuple(carry), jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
@@ -204,11 +205,15 @@ class Decoder:
                 stash = self._stash(x_BSD, params["moe_layers"], enter, fold)
             meters, first = _of_segment(meters_LN, first, segment), first + len(segment.period) * segment.repeats
             given = stacks.of(segment), meters
-            (x_BSD, stash), found = lax.scan(functools.partial(body, segment.period), (x_BSD, stash), given)
+            (x_BSD, stash), found = lax.scan(functools.partial(body, segment), (x_BSD, stash), given)
             stats += [] if found is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)]
         x_BSD = x_BSD if stash is None else sink(x_BSD, stash)
         stats = jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
         return self.final_norm(ends, x_BSD), stats
+
+    def by_name(self, sparse: bool, barrier: bool = False, gathers: bool = False) -> Callable[[Callable], Callable]:
+        """A wrapper for what computes a layer or a part of it, see `moex.memory.residuals.by_name`."""
+        return by_name(self.memory, sparse=sparse, barrier=barrier, gathers=gathers)
 
     def layer(self, kind: Kind, weights: Mapping) -> Layer:
         """One layer of a kind, with its parameters as compute sees them."""
@@ -242,7 +247,8 @@ class Decoder:
                 x_BSD, _, stats = module.layer(x_BSD, None, steering, known.tokens, fold, meter_N=meter_N, **options)
                 return module.ahead.norm(x_BSD), stats
 
-            x_BSD, stats = recomputed("layer", self.memory.recompute)(run)(x_BSD, weights, meter_N)
+            remember = self.by_name(True, self.config.mtp_depth == 1, self._gathers)
+            x_BSD, stats = remember(run)(x_BSD, weights, meter_N)
             return x_BSD, (x_BSD, stats)
 
         with jax.named_scope("mtp"):

@@ -53,6 +53,16 @@ Build = Callable[[Tree, Known], Layer]
 """(weights to differentiate by, what is known) -> the layer."""
 
 
+class Making(NamedTuple):
+    """How a layer is made into pieces.  by_name: wraps what computes a piece, see `moex.memory.residuals`.  typed: makes a
+    loss vary over the pipeline's axes.
+    """
+
+    build: Build
+    by_name: Callable[[Callable], Callable]
+    typed: Callable
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """A layer in one piece."""
@@ -60,15 +70,15 @@ class Whole:
     piece: Piece
 
     @classmethod
-    def of(cls, build: Build, fold: Fold, weights: Tree, known: Known, given: Given, typed: Callable) -> "Whole":
-        """For arguments like these.  typed: makes a loss vary over the pipeline's axes."""
+    def of(cls, making: Making, fold: Fold, weights: Tree, known: Known, given: Given) -> "Whole":
+        """For arguments like these."""
 
         def run(weights, known: Known, given: Given):
             steering = known.steering._replace(seen_E=given.seen)
-            x, _, stats = build(weights, known)(given.x, None, steering, known.tokens, fold, training=True)
-            return Out(x, _losses(stats, typed)), stats
+            x, _, stats = making.build(weights, known)(given.x, None, steering, known.tokens, fold, training=True)
+            return Out(x, _losses(stats, making.typed)), stats
 
-        return cls(Piece.of(run, weights, known, given))
+        return cls(Piece.of(making.by_name(run), weights, known, given))
 
     @property
     def out_like(self) -> Out:
@@ -109,13 +119,14 @@ class Cut:
     after: Piece
 
     @classmethod
-    def of(cls, build: Build, fold: Fold, weights: Tree, known: Known, given: Given, typed: Callable) -> "Cut":
+    def of(cls, making: Making, fold: Fold, weights: Tree, known: Known, given: Given) -> "Cut":
         """As `Whole.of`."""
+        build = making.build
 
         def before(weights, known: Known, given: Given):
             steering = known.steering._replace(seen_E=given.seen)
             departed, beside, stats = build(weights, known).depart(given.x, steering, known.tokens, fold)
-            out = departed.rows, departed.weights_R, beside, _losses(stats, typed)
+            out = departed.rows, departed.weights_R, beside, _losses(stats, making.typed)
             return out, (departed.plan, stats)
 
         def experts(weights, known: Known, arrived):
@@ -136,12 +147,12 @@ class Cut:
         zeros = lambda tree: jax.tree.map(lambda like: like.zeros(), tree)
         parts = _parts(weights)
         plan = zeros_like(jax.eval_shape(before, parts.before, known, given)[1][0])
-        first = Piece.of(before, parts.before, known, given)
+        first = Piece.of(making.by_name(before), parts.before, known, given)
         rows, weights_R, beside, _ = zeros(first.out_like)
         second = Piece.of(there, {}, None, (rows, plan))
-        third = Piece.of(experts, parts.experts, known, (zeros(second.out_like), weights_R, plan))
+        third = Piece.of(making.by_name(experts), parts.experts, known, (zeros(second.out_like), weights_R, plan))
         fourth = Piece.of(home, {}, None, (zeros(third.out_like), plan))
-        last = Piece.of(after, parts.after, known, (zeros(fourth.out_like), plan, beside))
+        last = Piece.of(making.by_name(after), parts.after, known, (zeros(fourth.out_like), plan, beside))
         return cls(first, second, third, fourth, last)
 
     @property

@@ -19,6 +19,7 @@ from moex.plan.as_json import as_json
 from moex.plan.compiled import CompileError
 from moex.plan.page import page
 from moex.plan.plan import Plan, make_plan
+from moex.plan.recipes import recipes_text
 from moex.plan.remedies import Remedy, measured
 from moex.plan.search import search
 from moex.plan.target import Target, parse_target
@@ -53,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="--search: write the best configuration for train.py --config"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="what layers keep, by name, and each recipe's price; compile nothing"
+    )
     parser.add_argument("--calibrate", action="store_true", help="compare estimates with published speeds, and stop")
     parser.add_argument(
         "--install", action="store_true", help="make .venv-aot, the environment that compiles, and stop"
@@ -69,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _calibrate()
         config = parse(rest).config
         target = parse_target(_gpus(options.gpus, config))
+        if options.memory:
+            print(recipes_text(config, target), end="")
+            return 0
         if options.search:
             return _search(config, target, options.save, options.recipes)
         if unused := [name for name in ("save", "recipes") if getattr(options, name)]:

@@ -30,11 +30,11 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """argument_bytes, temporary_bytes, peak_bytes, host_bytes: of one GPU.  alias_bytes: results that are written over
-    arguments.  text: the scheduled module (HLO).  thunks: what is run of it, in order, as XLA lists it, CUDA graphs
-    (command buffers) among it.  live: XLA's list of
-    the arrays that are alive when most memory is.  log: what the compiler has warned of.  compile_s: seconds of lowering and
-    compiling.
+    """argument_bytes, temporary_bytes, peak_bytes: of one GPU's memory.  host_bytes: of its host's, of which
+    host_argument_bytes are there between steps.  alias_bytes: results that are written over arguments.  text: the scheduled
+    module (HLO).  thunks: what is run of it, in order, as XLA lists it, CUDA graphs (command buffers) among it.  live: XLA's
+    list of the arrays that are alive when most memory is.  log: what the compiler has warned of.  compile_s: seconds of
+    lowering and compiling.
     """
 
     argument_bytes: int
@@ -47,6 +47,7 @@ class CompiledStep:
     live: str
     log: str
     compile_s: float
+    host_argument_bytes: int = 0
 
 
 def compile_step(
@@ -117,12 +118,14 @@ def _child(folder: Path, num_gpus: int, gpus_per_host: int) -> None:
         compiled = program.train.lower(program.state, program.batch).compile()
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
+    parked = memory.host_argument_size_in_bytes
     numbers = dict(
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes - parked,  # XLA counts arguments whatever memory they are in
+        host_bytes=memory.host_temp_size_in_bytes + parked,
+        host_argument_bytes=parked,
+        alias_bytes=memory.alias_size_in_bytes + memory.host_alias_size_in_bytes,
         compile_s=seconds,
     )
     (folder / "module").write_text(compiled.as_text())

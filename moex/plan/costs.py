@@ -23,7 +23,13 @@ _SLICING = {"dynamic-slice", "slice", "gather"}
 _SORT_PASSES = 8
 """A radix sort of 32-bit keys reads and writes its arrays in four rounds."""
 
-SILENT_CALLS = {"annotate_device_placement", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+SILENT_CALLS = {
+    "AllocateBuffer",
+    "annotate_device_placement",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+}
 """Custom calls that do nothing on the GPU."""
 
 

@@ -13,53 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from mesh import Fold, abstract_mesh
-from moex import dispatch
 from moex.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from moex.layers import param
 from moex.models.decoder import Decoder
 from moex.pipeline.schedules import one_f_one_b
 from moex.plan.collectives import scope_of
 from moex.plan.compiled import CompiledStep
-from moex.precision.recipes import resolve
+from moex.plan.residuals import kept_bytes
+from moex.plan.sizes import Sizes, sizes
 from moex.train.optim import optimizer
 from moex.train.state import abstract_state
 
 _LINE = re.compile(r"^([\s│]*)[├└]── (.*) \([\d.]+%, total: .*?current: ([\d ]+) bytes")
-
-
-class Sizes(NamedTuple):
-    """tokens: T.  rows: R, of the expert buffer.  used_rows: of it when routing is balanced.  slots: rows that a device
-    sends in a dispatch, with its spill.
-    """
-
-    tokens: int
-    rows: int
-    used_rows: int
-    slots: int
-
-    @property
-    def row_share(self) -> float:
-        return min(1.0, self.used_rows / self.rows) if self.rows else 1.0
-
-
-def sizes(config: RunConfig, fold: Fold) -> Sizes:
-    """Of one device and micro-batch."""
-    train, router, p = config.train, config.model.router, config.parallel
-    tokens = train.batch_size // train.accumulation * train.seq_len // fold.size(fold.dense.tokens)
-    if not config.model.num_moe_layers:
-        return Sizes(tokens, 0, 0, 0)
-    etp = fold.size(fold.expert.etp)
-    align = resolve(config.precision).align
-    wave = tokens // (p.waves if not p.bounded else 1)
-    budget = dispatch.sizes(
-        wave, router.top_k, router.num_experts, fold, cell_factor=p.cell_factor, spill_factor=p.spill_factor,
-        row_factor=p.row_factor, align=align,
-    )  # fmt: skip
-    slots = 0
-    if p.transport == "alltoall":
-        ranks = fold.size(fold.expert.ep)
-        slots = ranks * (budget.cell_rows + -(-budget.spill_rows // ranks))
-    return Sizes(tokens, budget.rows, min(budget.rows, wave * etp * router.top_k), slots)
 
 
 class Part(NamedTuple):
@@ -94,6 +59,11 @@ def _state(model: ModelConfig, parallel: ParallelConfig, chosen: OptimizerConfig
     return State(held(state.params), held(state.optimizer), whole)
 
 
+def moments_bytes(config: RunConfig, fold: Fold) -> float:
+    """Of a device's part of the optimizer's moments, wherever they are."""
+    return _state(config.model, config.parallel, config.optimizer, fold).moments
+
+
 def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     """The parts that a person would add up. What the compiler needs beyond them is the difference to its peak."""
     model, parallel, train = config.model, config.parallel, config.train
@@ -116,13 +86,15 @@ def by_formula(config: RunConfig, fold: Fold) -> list[Part]:
     chunk = min(train.loss_chunk_tokens, n.tokens * fold.size(fold.dense.tp))
     vocab = model.padded_vocab_size // fold.size(fold.dense.tp + fold.dense.pp)
     batch = 21.0 * n.tokens * fold.size(fold.dense.tp) * train.accumulation  # five int32 and a bool a token
+    moments = 0.0 if config.memory.optimizer == "host" else state.moments
     parts = [
         Part("master weights", state.weights, "float32, split over all devices that would repeat them"),
-        Part("moments", state.moments, f"{config.optimizer.name}, {config.optimizer.moments}, split like the weights"),
+        Part("moments", moments, f"{config.optimizer.name}, {config.optimizer.moments}, split like the weights"),
         Part("weights as computed with", width * gathered, "all layers (ZeRO-1)" if once else "a layer, ends (ZeRO-3)"),
         Part("gradients", gradients, "float32, as gathered (ZeRO-1)" if once else "float32, split (ZeRO-3)"),
         Part("gradients of one micro-batch", micro, "before they are added to the others"),
         Part("kept for the backward pass", kept, kept_about),
+        Part("on its way to and from the host", _under_way(config, fold), "of two layers"),
         Part("one layer at work: attention", _attention(config, fold, n, width), "norm, queries, keys, values, result"),
         Part("one layer at work: experts", _experts(config, fold, n, width), "rows, gate and up, hidden rows, results"),
         Part("dispatch buffers", 2.0 * n.slots * model.expert_in_width * width, f"{n.slots:,} rows out and as many in"),
@@ -138,16 +110,22 @@ def _part(x) -> int:
 
 def _kept(config: RunConfig, fold: Fold, n: Sizes, width: int) -> tuple[float, str]:
     """What all layers keep from forward to backward."""
-    model, modules = config.model, config.memory.recompute
+    model, memory = config.model, config.memory
+    staged = config.parallel.pp > 1 or config.parallel.overlap
+    if memory.recompute == ("layer",) and not memory.offload:
+        return kept_bytes(config, fold), f"the input of each of {model.num_layers + model.mtp_depth} layers"
+    if memory.recompute or memory.offload or (config.parallel.zero == 3 and not staged):
+        return kept_bytes(config, fold), "inputs, and by name what isn't computed again, of every layer"
     inputs = float(n.tokens * model.d_model * width)
-    if "layer" in modules:
-        return model.num_layers * inputs, f"the input of each of {model.num_layers} layers"
-    attention = inputs if "attention" in modules else inputs + _attention(config, fold, n, width)
-    rows = float(n.rows * model.expert_in_width * width)
-    experts = 0.0 if "moe" in modules else rows if "experts" in modules else _experts(config, fold, n, width)
-    dense = 0.0 if "mlp" in modules else n.tokens * 2.0 * model.dense_width / fold.size(fold.dense.tp) * width
-    kept = model.num_layers * (attention + inputs) + model.num_moe_layers * experts + model.num_dense_layers * dense
-    return kept, "inputs and what isn't computed again of every layer"
+    attention, experts = _attention(config, fold, n, width), _experts(config, fold, n, width)
+    dense = n.tokens * 2.0 * model.dense_width / fold.size(fold.dense.tp) * width
+    kept = model.num_layers * (attention + 2 * inputs) + model.num_moe_layers * experts + model.num_dense_layers * dense
+    return kept, "inputs and all that autodiff keeps of every layer"
+
+
+def _under_way(config: RunConfig, fold: Fold) -> float:
+    """Buffers of one layer's results that leave or come, and of the next one's."""
+    return 2 * kept_bytes(config, fold, on_host=True) / (config.model.num_layers + config.model.mtp_depth)
 
 
 def _attention(config: RunConfig, fold: Fold, n: Sizes, width: int) -> float:
@@ -180,9 +158,10 @@ def at_peak(step: CompiledStep) -> list[Part]:
         depth, name = len(match[1]), match[2]
         path = [*(above for above in path if above[0] < depth), (depth, name)]
         found[_purpose([above for _, above in path])] += int(match[3].replace(" ", ""))
-    if not found:
+    found["moments"] -= step.host_argument_bytes  # which are listed wherever they are
+    if not +found:
         raise ValueError("the compiler's list of live arrays is empty: has its format changed?")
-    parts = [Part(name, float(size), "alive at the peak") for name, size in found.most_common() if size]
+    parts = [Part(name, float(size), "alive at the peak") for name, size in (+found).most_common()]
     if (gap := step.peak_bytes - sum(p.num_bytes for p in parts)) > 0:
         parts.append(Part("gaps", gap, "the compiler's peak less the arrays that it lists: buffers packed with holes"))
     return parts

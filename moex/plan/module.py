@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 _THUNK = re.compile(r"^(\s*)(\d+): (k\w+)")
 _INSTRUCTION = re.compile(r" = (.*?) ([a-z][\w\-]*)\(")
+_DEFINED = re.compile(r"^\s+(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, |$)")
+_ON_HOST = "S(5)"
+"""In a shape's layout: pinned memory of the host."""
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _HOST_THUNKS = ("kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv", "kHostExecute", "kHostSendDone")
 _HOST_CALLS = ("xla_python_gpu_callback", "xla_ffi_python_gpu_callback", "xla_buffer_python_gpu_callback")
@@ -95,3 +98,35 @@ def _size(shape: str) -> int:
             number *= int(dim)
         sizes.append(number)
     return max(sizes)
+
+
+def host_reads(module: str) -> dict[str, bool]:
+    """What innermost loops read from the host's memory, by the name of the instruction that awaits it: whether only the next
+    pass of the loop uses it, so that a whole pass hides the way. Reads that begin such a loop are not among it.
+    """
+    found = {}
+    for lines in _bodies(module):
+        defined = {match[1]: (match[2], match[3], match[4]) for line in lines if (match := _DEFINED.match(line))}
+        root = next((match[1] for line in lines if "ROOT " in line and (match := _DEFINED.match(line))), "")
+        for name, (shape, opcode, given) in defined.items():
+            started = defined.get((re.findall(r"%[\w.\-]+", given) or [""])[0], ("", "", ""))[0]
+            if opcode.endswith("-done") and _ON_HOST in started and _ON_HOST not in shape:
+                found[name] = _reaches(name, defined) == {root}
+    return found
+
+
+def _bodies(module: str) -> Iterator[list[str]]:
+    """Lines of each computation that a loop without loops inside runs."""
+    called = set(re.findall(r"body=(%[\w.\-]+)", module))
+    for text in re.split(r"\n(?=%|ENTRY)", module):
+        if text.split(" ", 1)[0] in called and " while(" not in text:
+            yield text.splitlines()[1:]
+
+
+def _reaches(name: str, defined: dict[str, tuple[str, str, str]]) -> set[str]:
+    """The instructions that use an array, seen through those that only give it another name, shape or place."""
+    found = set()
+    for user, (_, opcode, given) in defined.items():
+        if name in re.findall(r"%[\w.\-]+", given):
+            found |= _reaches(user, defined) if opcode in ("bitcast", "copy", "get-tuple-element") else {user}
+    return found

@@ -52,7 +52,7 @@ def _allowed(config: RunConfig, target: Target) -> bool:
 
 
 def _candidates(config: RunConfig) -> Iterator[Remedy]:
-    parallel, train, memory = config.parallel, config.train, config.memory
+    parallel, train = config.parallel, config.train
     if not parallel.bounded and parallel.transport == "alltoall":
         factors = dict(cell_factor=1.0, spill_factor=0.35, row_factor=1.25)
         flags = " ".join(f"--parallel.{name} {value}" for name, value in factors.items())
@@ -61,8 +61,7 @@ def _candidates(config: RunConfig) -> Iterator[Remedy]:
             "buffers for what is used, with retries, in place of the worst case",
             replaced(config, parallel=factors),
         )
-    if not memory.recompute and not memory.stash:
-        yield _one(config, "memory", "recompute", ("layer",), "keep only the inputs of layers")
+    yield from _of_memory(config)
     if parallel.zero == 1:
         yield _one(config, "parallel", "zero", 3, "gather weights in each layer in place of once a step")
     yield _one(config, "train", "accumulation", 2 * train.accumulation, "half the rows at a time")
@@ -73,6 +72,22 @@ def _candidates(config: RunConfig) -> Iterator[Remedy]:
         yield _one(config, "parallel", "ep", 2 * parallel.ep, "half the experts a GPU")
     if resolve(config.precision).experts is None:
         yield _one(config, "precision", "experts", "fp8_block", "experts' rows kept in one byte a number")
+
+
+def _of_memory(config: RunConfig) -> Iterator[Remedy]:
+    memory = config.memory
+    if not memory.recompute and not memory.offload and not memory.stash:
+        about = "norms and all that is elementwise are computed again"
+        yield _one(config, "memory", "recompute", ("attn_norm", "mlp_norm"), about)
+    if memory.optimizer == "device":
+        yield _one(config, "memory", "optimizer", "host", "the optimizer's moments are on the host between steps")
+    if "layer" not in memory.recompute and not memory.offload and not memory.stash:
+        yield _one(config, "memory", "recompute", ("layer",), "keep only the inputs of layers")
+    if not memory.offload:
+        least = dict(recompute=("layer",), offload=("layer_input",))
+        flags = " ".join(f"--memory.{name} {value[0]}" for name, value in least.items())
+        about = "inputs of layers go to the host, all else is computed again"
+        yield Remedy(flags, about, replaced(config, memory=least))
 
 
 def _one(config: RunConfig, section: str, field: str, value, about: str) -> Remedy:

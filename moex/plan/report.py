@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moex.plan.memory import Part
+from moex.plan.module import host_reads
 from moex.plan.plan import Plan, by_scope, by_view
 from moex.plan.remedies import Remedy
 from moex.plan.schedule import layer_schedule
@@ -44,7 +45,7 @@ def _head(plan: Plan) -> Iterable:
     )
     yield (
         f"step  {train.batch_size:,} rows of {train.seq_len:,} tokens in {train.accumulation} micro-batches of {rows:,}; "
-        f"recompute {again}; experts in {format}"
+        f"recompute {again}; to the host {', '.join(config.memory.offload) or 'nothing'}; experts in {format}"
     )
     colour = "green" if plan.fits else "red"
     yield f"[bold {colour}]{plan.verdict()}[/]  (compiled in {plan.step.compile_s:.0f} s)"
@@ -67,6 +68,8 @@ def _memory(plan: Plan) -> Iterable:
         f"[bold]Memory of a GPU, GiB[/]  peak {step.peak_bytes / GIB:.2f} ({arguments}, host {step.host_bytes / GIB:.2f}); "
         f"usable {plan.target.usable_bytes / GIB:.2f}"
     )
+    if reads := host_reads(step.text):
+        yield f"of {len(reads)} arrays that a layer reads from the host, {sum(reads.values())} are asked for a layer ahead"
     yield _parts("by the compiler: what is alive at the peak", plan.live, about=False)
     yield _parts("by formula", plan.formula, about=True)
     total = sum(p.num_bytes for p in plan.formula)
@@ -104,6 +107,9 @@ def _remedies(plan: Plan, remedies: Sequence[Remedy]) -> Iterable:
         fits = "" if r.peak_bytes is None else "fits" if r.peak_bytes <= usable else "does not fit"
         rows.append((f"  {r.flags}", r.about, told, fits))
     yield _table("Remedies, each compiled; GiB at the peak", ["", "", "GiB", ""], rows, words=2)
+    fitting = [r for r in remedies if r.peak_bytes is not None and r.peak_bytes <= usable]
+    if not plan.fits:
+        yield f"proposed: {fitting[0].flags}" if fitting else "none of these is enough by itself"
 
 
 def _communication(plan: Plan) -> Iterable:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh.vma import vary, varying
-from moex.precision.linear import named, random_keys
+from moex.precision.linear import KEPT, named, random_keys
 from moex.precision.matrix import bits, codes, whole_tiles
 from moex.precision.products import grouped_product, grouped_sum
 from moex.precision.recipes import RECIPES, GemmRecipe
@@ -27,8 +27,8 @@ from pallas_kernels.quantize.scales import magnitude_bits
 from pallas_kernels.scaled_grouped_matmul import BLOCK, dgrad, scaled_grouped_matmul, wgrad
 
 BLOCKS = RECIPES["fp8_block"]
-GATE_UP = "gate_up"
-"""Name of what experts keep besides codes, for `jax.checkpoint` policies."""
+ROWS, GATE_UP = "expert_rows", "expert_fc1"
+"""Names of what experts keep, their rows' codes and gate and up, for `jax.checkpoint` policies."""
 NO_GRADIENT: Any = None
 """What stands in a cotangent for codes and scales."""
 
@@ -95,7 +95,7 @@ def _forward(rows: QuantisedRows, weights_R, sizes_e, gate_up, down):
     out_RD = scaled_grouped_matmul(*given, out_dtype=rows.port.dtype)
     gate_RF, up_RF = (checkpoint_name(a, GATE_UP) for a in (gate_RF, up_RF))
     # Codes as floats: a stash takes those.
-    return out_RD, (named(x), gate_RF, up_RF, weights_R, sizes_e, gate_up[1], down[1])
+    return out_RD, (named(x, ROWS), gate_RF, up_RF, weights_R, sizes_e, gate_up[1], down[1])
 
 
 def _backward(kept, g_RD):
@@ -121,12 +121,13 @@ def _backward(kept, g_RD):
 _mlp.defvjp(_forward, _backward)
 
 
-def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e):
+def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e, *, name: str = KEPT):
     """Rows times their expert's matrix [e, K, N], in any recipe; rows past the last expert give zero, whatever they hold.
 
     The second level of NVFP4 is an expert's own; one scale for all rows ("tensor") is one for this device's.
 
     Args: rows_RK: in the compute dtype, R a multiple of 128, experts' rows as `block_expert_mlp` wants them.
+      name: as of `moex.precision.linear.linear`.
     Returns: [R, N] like rows_RK. The gradient in the weight is float32.
     """
     port_eKN, tile = weight.port.reshape(weight.port.shape[0], rows_RK.shape[1], -1), weight.recipe.tile
@@ -134,23 +135,23 @@ def grouped_linear(rows_RK, weight: QuantisedWeight, sizes_e):
     given = rows_RK, sizes_e, weight.forward, weight.backward, whole_tiles(port_eKN, tile), weight.meter
     axes = varying(*jax.tree.leaves(given))
     lifted = jax.tree.map(lambda x: vary(x, axes), given)
-    return _grouped(*lifted, weight.recipe, tuple(sorted(axes)))[:, : port_eKN.shape[2]]
+    return _grouped(*lifted, weight.recipe, tuple(sorted(axes)), name)[:, : port_eKN.shape[2]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _grouped(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes):
-    return _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe, axes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _grouped(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes, name: str):
+    return _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe, axes, name)[0]
 
 
-def _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes):
+def _grouped_forward(rows_RK, sizes_e, forward, backward, port, meter, recipe: GemmRecipe, axes, name: str):
     rows_RK = _in_use(rows_RK, sizes_e)
     x = _by_expert(rows_RK, recipe.x, sizes_e)
     y_RN = grouped_product(x, codes(forward, recipe.w), sizes_e, rows_RK.dtype)
-    columns = named(bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True)))
+    columns = named(bits(_by_expert(rows_RK, recipe.x_wgrad, sizes_e, transpose=True)), name)
     return y_RN, (columns, sizes_e, backward, None if meter is None else measure(rows_RK, recipe.x))
 
 
-def _grouped_backward(recipe: GemmRecipe, axes, kept, g_RN):
+def _grouped_backward(recipe: GemmRecipe, axes, name: str, kept, g_RN):
     columns, sizes_e, backward, measured = kept
     g_RN = _in_use(g_RN, sizes_e)
     keys = random_keys(g_RN, axes) if recipe.dy.stochastic else (None, None)

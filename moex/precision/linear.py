@@ -22,47 +22,49 @@ from pallas_kernels.quantize import Format, Quantised, quantize, quantize_both
 from pallas_kernels.quantize.scales import magnitude_bits
 
 KEPT = "quantised_x"
-"""Name of the codes of x that a product keeps for its weight's gradient, for `jax.checkpoint` policies."""
+"""Name of the codes of x that a product keeps for its weight's gradient, for `jax.checkpoint` policies, where x has none."""
 
 
-def linear(x, weight, *, contracted: int = 1):
+def linear(x, weight, *, contracted: int = 1, name: str | None = None):
     """The last `contracted` dims of x times the first of the weight.
 
     Args:
       x: [..., *K], in the compute dtype.
       weight: [*K, *N]: an array, or a `QuantisedWeight`, whose recipe says how all three products are quantised.
+      name: of x, where a layer marks it for `jax.checkpoint` policies and nothing else needs it: x's codes are kept under
+        it in place of x.
     Returns: [..., *N] like x. With a quantised weight the gradient in it is float32, and the product's sums are.
     """
     if isinstance(weight, QuantisedWeight):
         assert weight.contracted == contracted, "the parameter's declaration and its use differ"
-        return _quantised(x, weight, contracted)
+        return _quantised(x, weight, contracted, name or KEPT)
     dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
     return lax.dot_general(x, weight, (dims, ((), ())))
 
 
-def _quantised(x, weight: QuantisedWeight, contracted: int):
+def _quantised(x, weight: QuantisedWeight, contracted: int, name: str):
     lead, out = x.shape[: x.ndim - contracted], weight.shape[contracted:]
     x_TK = whole_tiles(x.reshape(math.prod(lead), -1), weight.recipe.tile, (-1,))
     port_KN = whole_tiles(weight.port.reshape(-1, math.prod(out)), weight.recipe.tile)
     given = x_TK, weight.forward, weight.backward, port_KN, weight.meter
     axes = varying(*jax.tree.leaves(given))
     lifted = jax.tree.map(lambda a: vary(a, axes), given)
-    return _linear(*lifted, weight.recipe, tuple(sorted(axes)))[:, : math.prod(out)].reshape(*lead, *out)
+    return _linear(*lifted, weight.recipe, tuple(sorted(axes)), name)[:, : math.prod(out)].reshape(*lead, *out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _linear(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _linear(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes, name: str):
     x = quantize(x_TK, recipe.x)
     return product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
 
 
-def _forward(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes):
+def _forward(x_TK, forward, backward, port_KN, meter, recipe: GemmRecipe, axes, name: str):
     x, columns = two_ways(x_TK, recipe.x, recipe.x_wgrad)
     y_TN = product(x, codes(forward, recipe.w), recipe.x, x_TK.dtype)
-    return y_TN, (named(bits(columns)), backward, None if meter is None else measure(x_TK, recipe.x))
+    return y_TN, (named(bits(columns), name), backward, None if meter is None else measure(x_TK, recipe.x))
 
 
-def _backward(recipe: GemmRecipe, axes, kept, g_TN):
+def _backward(recipe: GemmRecipe, axes, name: str, kept, g_TN):
     columns, backward, measured = kept
     keys = random_keys(g_TN, axes) if recipe.dy.stochastic else (None, None)
     dy, dy_columns = two_ways(g_TN, recipe.dy, recipe.dy_wgrad, keys)
@@ -83,9 +85,9 @@ def two_ways(x_RD, rows: Format, columns: Format, keys: Sequence = (None, None))
     return quantize(x_RD, rows, key=keys[0]), quantize(filled_RD, columns, transpose=True, key=keys[1])
 
 
-def named(kept: Quantised) -> Quantised:
-    """The same codes under the name `KEPT`."""
-    return jax.tree.map(lambda a: checkpoint_name(a, KEPT), kept)
+def named(kept: Quantised, name: str = KEPT) -> Quantised:
+    """The same codes under a name."""
+    return jax.tree.map(lambda a: checkpoint_name(a, name), kept)
 
 
 def random_keys(g, axes) -> tuple[jax.Array, jax.Array]:

@@ -120,7 +120,8 @@ def _pipeline(config: RunConfig, program: Program) -> str:
 
 def _kept(config: RunConfig) -> str:
     opt = config.optimizer
-    moments = f", {opt.moments} moments" if opt.name != "sgd" or opt.sgd_momentum else ""
+    there = " on the host" if config.memory.optimizer == "host" else ""
+    moments = f", {opt.moments} moments{there}" if opt.name != "sgd" or opt.sgd_momentum else ""
     return f"float32 parameters{moments}" + (f", average of decay {opt.ema_decay:g}" if opt.ema_decay else "")
 
 

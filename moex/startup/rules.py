@@ -87,6 +87,7 @@ def precision_rules(precision: PrecisionConfig) -> str:
 def memory_rules(memory: MemoryConfig) -> str:
     """What the backward pass computes again or finds in a stash."""
     rules = [f"recompute {', '.join(memory.recompute) or 'nothing'}"]
+    rules += [f"to the host: {', '.join(memory.offload)}"] * bool(memory.offload)
     if memory.stash:
         size = f"x {memory.stash_factor:g} of balanced" if memory.stash_factor else "the worst case"
         rules += [f"stash {', '.join(memory.stash)}: {size}"]

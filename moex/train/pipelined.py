@@ -21,7 +21,7 @@ from moex.layers.tokens import Tokens
 from moex.models.decoder import Decoder, Layer, as_they_are, embed
 from moex.models.pattern import Kind
 from moex.pipeline import storage, ticks
-from moex.pipeline.chains import LOSSES, Chain, Cut, Given, Known, Whole
+from moex.pipeline.chains import LOSSES, Chain, Cut, Given, Known, Making, Whole
 from moex.pipeline.layout import Layout, layout
 from moex.pipeline.residuals import zeros_like
 from moex.pipeline.schedules import Schedule, one_f_one_b
@@ -190,7 +190,8 @@ class _Model:
             return self.decoder.layer(kind, param.laid_over(known.whole, entered))
 
         cut = Cut if kind.sparse and can_be_cut(self.config) else Whole
-        return cut.of(build, self.fold, weights, known, given, lambda loss: vary(loss, self.pp))
+        making = Making(build, self.decoder.by_name(kind.sparse, barrier=True), lambda loss: vary(loss, self.pp))
+        return cut.of(making, self.fold, weights, known, given)
 
     def head(self, ends, y_BSD, m, sums: HeadSums | None):
         """(the loss on the last rank, zero on the others, `HeadSums` with this micro-batch's)."""

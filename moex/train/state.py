@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mesh import Fold
 from moex.config import RunConfig
 from moex.layers import param
+from moex.memory.host import on_host
 from moex.models.decoder import Decoder
 
 Leaf = Any
@@ -56,8 +57,9 @@ def abstract_state(
     params = param.abstract(decoder.declarations)
     moments = jax.eval_shape(tx.init, params)
     absent = lambda x: isinstance(x, optax.transforms.MaskedNode)  # frozen, or updated by another rule
+    between = on_host if config.memory.optimizer == "host" else lambda sharding: sharding
     moments = optax.tree.map_params(
-        tx.init, lambda x, sharding: x if absent(x) else shaped(x, sharding), moments, shardings, is_leaf=absent,
+        tx.init, lambda x, sharding: x if absent(x) else shaped(x, between(sharding)), moments, shardings, is_leaf=absent,
         transform_non_params=lambda x: shaped(x, everywhere),
     )  # fmt: skip
     placed = jax.tree.map(shaped, params, shardings)

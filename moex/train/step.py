@@ -21,6 +21,7 @@ from moex.config import RouterConfig, RunConfig
 from moex.layers import param
 from moex.layers.moe import Steering
 from moex.layers.tokens import Tokens
+from moex.memory import host
 from moex.models.decoder import Decoder, Enter, as_they_are
 from moex.models.stacks import joined, parted
 from moex.precision.recipes import Precision, resolve
@@ -315,7 +316,11 @@ def make_train_step(
         grad_norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         go = (sums.overflow == 0) & (batch.step == state.step)
+        parked = state.optimizer
         with jax.named_scope("optimizer"):
+            if config.memory.optimizer == "host":
+                held, grads = host.brought(parked, grads)
+                state = state._replace(optimizer=held)
             direction, moments = tx.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, d: p + lr * d, state.params, direction)
             params = qk_clip.clipped(config, params, sums.logits_LN)
@@ -352,7 +357,10 @@ def make_train_step(
             mass_LE = sums.gates_LE
             metrics["gate_load"] = mass_LE.max(axis=-1) / jnp.maximum(mass_LE.mean(axis=-1), 1e-30)
             metrics |= needs if config.memory.stash else {n: x for n, x in needs.items() if n != "need_stash"}
-        return _where(go, after, state), metrics
+        after = _where(go, after, state)
+        if config.memory.optimizer == "host":
+            after = after._replace(optimizer=host.sent_back(after.optimizer, parked))
+        return after, metrics
 
     return step
 

@@ -35,6 +35,9 @@ def options(config: RunConfig) -> list[Option]:
     if config.parallel.pp > 1 or config.parallel.overlap:
         why = "with it XLA 0.12 takes over 20 minutes to fuse the ticks of a pipeline, without it seconds"
         chosen.append(Option("xla_gpu_experimental_enable_tiling_propagation", False, why))
+    if config.memory.offload:
+        why = "what comes back from the host is asked for a layer ahead, not where it is first used"
+        chosen.append(Option("xla_gpu_enable_pipelined_host_offloading", True, why))
     graphs = config.compiler.command_buffers
     if graphs != "kernels":
         chosen.append(Option("xla_gpu_enable_command_buffer", ",".join(_GRAPHS[graphs]), _WHY[graphs]))

@@ -3,14 +3,17 @@
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
 from moex.dispatch import unavailable
-from moex.validate.compute import compute_problems, precision_problems_on
+from moex.validate.memory import memory_problems
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
 from moex.validate.parallel import parallel_problems
 from moex.validate.pipeline import layout_problems, pipeline_problems
+from moex.validate.precision import precision_problems, precision_problems_on
 from moex.validate.training import pattern_problems, training_problems
 
-_SECTIONS = model_problems, training_problems, compute_problems, parallel_problems, pipeline_problems
+_SECTIONS = (
+    model_problems, training_problems, memory_problems, precision_problems, parallel_problems, pipeline_problems,
+)  # fmt: skip
 
 
 class ConfigError(ValueError):

@@ -27,7 +27,10 @@ CASES = dict(
         "further", accumulation=2, recompute=("attention", "experts"),
     ),
     # One stage: a micro-batch's forward pass beside the backward pass of the one before.
-    alone=Staged(ParallelConfig(dp=4, tp=2, edp=2, ep=2, etp=2, transport="alltoall", zero=3, overlap=True)),
+    alone=Staged(
+        ParallelConfig(dp=4, tp=2, edp=2, ep=2, etp=2, transport="alltoall", zero=3, overlap=True),
+        recompute=("qkv", "router", "expert_rows"),
+    ),
 )  # fmt: skip
 
 

@@ -9,14 +9,14 @@ import pytest
 from moex.cli import PRESETS, load
 from moex.config import ParallelConfig
 from moex.plan import __main__ as command
-from moex.plan import cache, calibrate, search
+from moex.plan import cache, calibrate, report, search
 from moex.plan.cache import _write, aot_python, cache_folder, key
 from moex.plan.compiled import CompileError
 from moex.plan.memory import at_peak, by_formula, sizes
 from moex.plan.plan import read_plan
 from moex.plan.published import ROWS
 from moex.plan.rates import DEFAULT
-from moex.plan.remedies import applicable, measured, replaced
+from moex.plan.remedies import Remedy, applicable, measured, replaced
 from moex.plan.target import parse_target
 from moex.validate import check, check_on, resolve_fold
 from tests.plan.small_step import load as compiled_before
@@ -142,13 +142,22 @@ def test_remedies_are_configurations_that_pass_their_checks(planned, monkeypatch
     assert [r.flags.split()[0] for r in offered[:3]] == [
         "--parallel.cell_factor",
         "--memory.recompute",
-        "--parallel.zero",
+        "--memory.optimizer",
     ]
     for remedy in offered:
         check(remedy.config)
         check_on(remedy.config, resolve_fold(remedy.config.parallel, 16))
     found = measured(base, TARGET, number=1)
     assert found[0].peak_bytes is None and "is missing" in found[0].error, "nothing can compile here, and that is said"
+
+
+def test_the_first_remedy_that_fits_is_proposed():
+    small = dataclasses.replace(compiled_before("clean"), peak_bytes=90 * 10**9)
+    plan = read_plan(config(), TARGET, small)
+    flags = {"--memory.recompute layer": 85 * 10**9, "--memory.optimizer host": 79 * 10**9, "--parallel.tp 2": 10**9}
+    remedies = [Remedy(name, "", config(), peak) for name, peak in flags.items()]
+    assert "proposed: --memory.optimizer host\n" in report.text(plan, remedies=remedies)
+    assert "none of these is enough by itself" in report.text(plan, remedies=remedies[:1])
 
 
 def test_search_prunes_and_orders(planned):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moex.layers.experts import expert_mlp, quantised_expert_mlp
-from moex.precision.experts import GATE_UP
+from moex.precision.experts import GATE_UP, ROWS
 from moex.precision.linear import KEPT
 from moex.precision.recipes import RECIPES
 from moex.precision.weight import quantise_here
@@ -175,7 +175,7 @@ def test_a_checkpoint_can_keep_what_experts_keep_by_name(recipe):
     sizes = jnp.array(expert_of_rows(PATTERNS["uneven"])[1], jnp.int32)
     quantised = [quantise_here(w, RECIPES[recipe], slices=1) for w in (gate_up, down)]
     call = lambda rows, weights: quantised_expert_mlp(rows, weights, sizes, *quantised)
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT, GATE_UP)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT, ROWS, GATE_UP)
 
     def kept(function):
         out, pull = quick_jit(functools.partial(jax.vjp, function))(rows, weights)

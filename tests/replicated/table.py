@@ -293,9 +293,7 @@ def in_parts(module, inputs, fold):
         y, stats = module(inputs["x"], None, inputs["segments"], fold, training=True)
         return y, stats.balance_loss
     departed, stats = module.depart(inputs["x"], None, inputs["segments"], inputs["index"], fold)
-    back = module.at_experts(
-        legs.travel(departed.rows, departed.plan, fold), departed.weights_R, departed.plan, lambda f: f
-    )
+    back = module.at_experts(legs.travel(departed.rows, departed.plan, fold), departed.weights_R, departed.plan)
     y = module.land(legs.travel_home(back, departed.plan, fold), departed.plan, inputs["x"].shape, fold)
     return module.with_shared(y, module.shared_result(inputs["x"], fold)), stats.balance_loss
 
