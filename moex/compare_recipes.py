@@ -144,7 +144,8 @@ def _put(values, like):
 
 
 def _batch(start: Start, program: Program, step: int):
-    return place_batch(lambda rows: start.data.train.batch(step, rows), step, program.batch)
+    read = lambda rows: start.data.train.batch(step, rows)
+    return place_batch(read, step, program.batch, program.config.parallel.deal)
 
 
 @functools.lru_cache(maxsize=4)

@@ -22,8 +22,14 @@ class ParallelConfig:
     """Dense layers: context parallel."""
     tp: int = 1
     """Dense layers: tensor parallel with sequence parallelism."""
-    context: Literal["gather", "ring", "ulysses"] = "gather"
-    """How context parallelism brings keys to queries: all-gather, a ring of blocks, or all-to-all of heads."""
+    context: Literal["gather", "ring", "ulysses", "hierarchical"] = "gather"
+    """How context parallelism brings keys to queries: all-gather, a ring of blocks, all-to-all of heads, or all-to-all among
+    neighbours and a ring over their groups."""
+    ulysses: int = 1
+    """hierarchical: neighbouring context-parallel ranks that trade heads, a divisor of cp between the two."""
+    deal: Literal["row", "document"] = "row"
+    """Context parallelism gives each rank an early and a late part of the whole row, or of every document in it: the same
+    work for all where a row holds documents of unequal length."""
     overlap: bool = False
     """Rows travel to experts and back beside computations of another micro-batch: each layer's forward pass runs with another
     layer's backward pass. Costs the memory of one more micro-batch a stage."""

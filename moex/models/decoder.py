@@ -59,7 +59,8 @@ class Layer(nnx.Module):
         attention = dataclasses.replace(config.attention, sliding_window=kind.window, window_pattern=())
         self.sparse = kind.sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = module(config.d_model, attention, config.norm_eps, context=parallel.context)
+        exchange = dict(context=parallel.context, ulysses=parallel.ulysses)
+        self.attention = module(config.d_model, attention, config.norm_eps, **exchange)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if kind.sparse:
             if kind.high:

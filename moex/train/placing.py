@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from moex.layers.context import zigzag_order
+from moex.layers.context import dealt
 from moex.train.step import Batch
 
 
@@ -17,18 +17,21 @@ def host_rows(abstract: Batch) -> slice:
     return slice(min(s[0] for s in slices), max(s[1] for s in slices))
 
 
-def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch) -> Batch:
+def place_batch(
+    read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch, deal: str = "row"
+) -> Batch:
     """Puts a step's rows on the devices, the sequence in zig-zag order where context parallelism splits it.
 
     Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S], and
-    `experts` [A, rows, S, L, k] where the batch has recorded choices.
+    `experts` [A, rows, S, L, k] where the batch has recorded choices.  deal: see `moex.layers.context.dealt`; a step gives
+    the same with either.
     """
     rows = host_rows(abstract)
     arrays = read(rows)
-    order = zigzag_order(abstract.ids.shape[2], _parts(abstract.ids.sharding, 2))
-    index = order.astype(np.int32)
+    order = dealt(arrays["segments"], _parts(abstract.ids.sharding, 2), deal)
     names = ("tokens", "labels", "mask", "segments", "positions", *["experts"] * (abstract.experts is not None))
-    arrays = {name: arrays[name][:, :, order] for name in names}
+    along = lambda x: order.reshape(*order.shape, *[1] * (x.ndim - order.ndim))
+    arrays = {name: np.take_along_axis(arrays[name], along(arrays[name]), axis=2) for name in names}
     values = Batch(
         step=np.int32(step),
         ids=arrays["tokens"],
@@ -36,7 +39,7 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
         mask=arrays["mask"],
         segments=arrays["segments"],
         positions=arrays["positions"],
-        index=np.broadcast_to(index, arrays["tokens"].shape),
+        index=order.astype(np.int32),
         experts=arrays.get("experts"),
     )
 

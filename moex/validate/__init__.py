@@ -107,11 +107,20 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind
         problems.append(
             f"parallel.context={config.parallel.context} has no effect with parallel.cp=1: set it to gather"
         )
+    if config.parallel.deal != "row" and cp == 1:
+        problems.append(f"parallel.deal={config.parallel.deal} has no effect with parallel.cp=1: set it to row")
     heads = max(kv // tp, 1) if attention.kind == "gqa" else attention.num_heads // tp
-    if config.parallel.context == "ulysses" and heads % cp:
+    method, ulysses = config.parallel.context, config.parallel.ulysses
+    trading, number = ("ulysses", ulysses) if method == "hierarchical" else ("cp", cp)
+    if method in ("ulysses", "hierarchical") and heads % number:
         problems.append(
-            f"parallel.context=ulysses trades the {heads} key-value heads of a device for the sequence, and they don't "
-            f"divide by parallel.cp={cp}: use ring or gather"
+            f"parallel.context={method} trades the {heads} key-value heads of a device for the sequence, and they don't "
+            f"divide by parallel.{trading}={number}: use ring or gather"
+        )
+    if method == "hierarchical" and cp > 1 and (cp % ulysses or ulysses >= cp):
+        problems.append(
+            f"parallel.ulysses={ulysses}: hierarchical makes groups of them of parallel.cp={cp} ranks: choose a divisor "
+            "between the two"
         )
     _raise(problems)
 
