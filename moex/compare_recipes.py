@@ -144,8 +144,9 @@ def _put(values, like):
 
 
 def _batch(start: Start, program: Program, step: int):
+    parallel = program.config.parallel
     read = lambda rows: start.data.train.batch(step, rows)
-    return place_batch(read, step, program.batch, program.config.parallel.deal)
+    return place_batch(read, step, program.batch, parallel.deal, parallel.groups_of(program.batch.ids.shape[0]))
 
 
 @functools.lru_cache(maxsize=4)

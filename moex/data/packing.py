@@ -23,8 +23,11 @@ class Packing(NamedTuple):
         return len(self.row_R) - 1
 
 
-def pack(starts: np.ndarray, seq_len: int) -> Packing:
+def pack(starts: np.ndarray, seq_len: int, *, lane_len: int = 0, longer_than: int = 0) -> Packing:
     """Packs documents into rows of `seq_len` tokens, none cut that fits into a row.
+
+    lane_len, longer_than: of the pieces that this gives, only those of longer_than + 1 to lane_len tokens, packed into lanes
+    of `lane_len` in place of rows.
 
     A longer one is cut into rows of its own and a rest. Pieces go, longest first, to the row with the least room that is
     enough: best-fit decreasing (arXiv 2404.10830), so few tokens are padding and which rows there are depends on nothing
@@ -32,8 +35,11 @@ def pack(starts: np.ndarray, seq_len: int) -> Packing:
 
     Args: starts int64 [num_docs + 1], offsets of documents and the end.
     """
+    lane_len = lane_len or seq_len
     first_P, length_P = _pieces(starts, seq_len)
-    row_P = best_fit(length_P, seq_len)
+    wanted = (length_P > longer_than) & (length_P <= lane_len)
+    first_P, length_P = first_P[wanted], length_P[wanted]
+    row_P = best_fit(length_P, lane_len)
     # Within a row by place in the corpus: neighbours in a file often belong together, and reads go forwards.
     order = np.argsort(row_P, kind="stable")
     num_rows = int(row_P.max(initial=-1)) + 1

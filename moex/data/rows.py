@@ -93,21 +93,32 @@ class Windows(_InShards):
 
 
 class Packed(_InShards):
-    """Whole documents, as `pack` puts them together.  num_padding: tokens of an epoch that are none."""
+    """Whole documents, as `pack` puts them together.  num_padding: tokens of an epoch that are none.
 
-    def __init__(self, shards: Sequence[Tokens], seq_len: int):
-        self._packings = [pack(shard.starts, seq_len) for shard in shards]
-        super().__init__(shards, seq_len, [packing.num_rows for packing in self._packings])
-        self.num_padding = self.num_rows * seq_len - sum(len(shard) for shard in shards)
+    lane_len: a row is seq_len / lane_len lanes side by side, and no document crosses from one to the next; 0: one lane.
+    longer_than: shorter documents, and those that fit no lane, are left out.
+    """
+
+    def __init__(self, shards: Sequence[Tokens], seq_len: int, *, lane_len: int = 0, longer_than: int = 0):
+        self.lane_len = lane_len or seq_len
+        limits = dict(lane_len=self.lane_len, longer_than=longer_than)
+        self._packings = [pack(shard.starts, seq_len, **limits) for shard in shards]
+        self._lanes = seq_len // self.lane_len
+        super().__init__(shards, seq_len, [-(-packing.num_rows // self._lanes) for packing in self._packings])
+        self.num_tokens = sum(int(packing.length_P.sum()) for packing in self._packings)
+        self.num_padding = self.num_rows * seq_len - self.num_tokens
 
     def describe(self) -> str:
-        total = sum(len(shard) for shard in self.shards)
-        return f"{total} tokens packed into {self.num_rows} rows of seq_len={self.seq_len}"
+        return f"{self.num_tokens} tokens packed into {self.num_rows} rows of seq_len={self.seq_len}"
 
     def _fill(self, row: dict[str, np.ndarray], shard: int, number: int) -> None:
         tokens, packing = self.shards[shard], self._packings[shard]
-        at = 0
-        for segment, piece in enumerate(range(*packing.row_R[number : number + 2]), 1):
+        lanes = range(number * self._lanes, min((number + 1) * self._lanes, packing.num_rows))
+        pieces = [(lane, piece) for lane in lanes for piece in range(*packing.row_R[lane : lane + 2])]
+        at, before = 0, lanes.start
+        for segment, (lane, piece) in enumerate(pieces, 1):
+            if lane != before:
+                at, before = (lane - lanes.start) * self.lane_len, lane
             first, size = int(packing.first_P[piece]), int(packing.length_P[piece])
             part = {name: array[at : at + size] for name, array in row.items()}
             _copy(part, tokens, first, size, [0, size], last_label=_goes_on(tokens, first + size), segment=segment)

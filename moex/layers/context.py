@@ -39,14 +39,19 @@ def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[[r, 2 * cp - 1 - r]].reshape(-1) for r in range(cp)])
 
 
-def dealt(segments: np.ndarray, cp: int, deal: str = "row") -> np.ndarray:
+def dealt(segments: np.ndarray, cp: int, deal: str = "row", lanes: int = 1) -> np.ndarray:
     """The order of `zigzag_order` for each row, int64 like segments [..., S].
+
+    lanes: equal parts of a row that no document crosses; each is dealt over its own cp / lanes neighbouring ranks.
 
     deal: row cuts the whole row into 2 cp chunks. document cuts each document so (and the padding), with lengths that
     differ by one token at most: what is left over goes to the chunks in turn, from one document to the next, so that
     every rank gets as many tokens. Then each rank has its part of every document's work; no document needs padding.
     Raises ValueError when the row doesn't cut into 2 cp chunks.
     """
+    if lanes > 1:
+        own = dealt(segments.reshape(*segments.shape[:-1], lanes, -1), cp // lanes, deal)
+        return (own + np.arange(lanes)[:, None] * own.shape[-1]).reshape(segments.shape)
     order = zigzag_order(segments.shape[-1], cp)
     if deal == "row" or cp == 1:
         return np.broadcast_to(order, segments.shape)
@@ -67,21 +72,25 @@ def _parts_of(segments_S: np.ndarray, cp: int) -> np.ndarray:
 
 def mix(
     q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *,
-    method: str, scale: float, ulysses: int = 1, window: int = 0, soft_cap: float = 0.0, sinks_N=None, meter_N=None,
+    method: str, scale: float, ulysses: int = 1, group: int = 0, window: int = 0, soft_cap: float = 0.0, sinks_N=None,
+    meter_N=None,
 ):  # fmt: skip
     """Causal attention within documents of one rank's queries over all ranks' keys: [B, S, N, H] like q.
 
     Args: q, k, v of this rank's tokens, whose segments and places `tokens` holds.
       method: gather, ring (the split must be zig-zag), ulysses (K must divide by cp) or hierarchical (K must divide by
         `ulysses`, neighbours that trade heads, and that by cp; the split must be zig-zag over all ranks).
+      group: ring: no document lies over more than each this many neighbours, and keys pass round among them; 0: all.
       scale, window, soft_cap, sinks_N, meter_N: see `attend`; sinks and meter of this device's heads, equal over cp.
     """
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
-    if not axes:
+    if not axes or group == 1:
         own = dict(sinks_N=sinks_N, meter_N=meter_N)
         return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, ordered=True, **own, **options)
     if method == "ring":
-        return ring(q_BSNH, k_BTKH, v_BTKH, tokens, Circle(axes), Rule(**options), sinks_N=sinks_N, meter_N=meter_N)
+        return ring(
+            q_BSNH, k_BTKH, v_BTKH, tokens, Circle(axes, span=group), Rule(**options), sinks_N=sinks_N, meter_N=meter_N
+        )
     everyone = kept(Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens)))
     if method == "gather":
         k, v = named("context", tuple(collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH)))

@@ -31,11 +31,18 @@ class GroupedQueryAttention(nnx.Module):
     """
 
     def __init__(
-        self, d_model: int, config: AttentionConfig, norm_eps: float, *, context: str = "gather", ulysses: int = 1
+        self,
+        d_model: int,
+        config: AttentionConfig,
+        norm_eps: float,
+        *,
+        context: str = "gather",
+        ulysses: int = 1,
+        group: int = 0,
     ):
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
         self.config, self.norm_eps = config, norm_eps
-        self.context = dict(method=context, ulysses=ulysses)
+        self.context = dict(method=context, ulysses=ulysses, group=group)
         self.query = declare(d_model, n, h, axes=(None, "tp", None), product="attention")
         self.key = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
         self.value = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")

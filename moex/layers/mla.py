@@ -27,10 +27,17 @@ class LatentAttention(nnx.Module):
     """MLA with or without a query latent.  In and out: activations [B, S / (cp tp), D]."""
 
     def __init__(
-        self, d_model: int, config: AttentionConfig, norm_eps: float, *, context: str = "gather", ulysses: int = 1
+        self,
+        d_model: int,
+        config: AttentionConfig,
+        norm_eps: float,
+        *,
+        context: str = "gather",
+        ulysses: int = 1,
+        group: int = 0,
     ):
         n, nope, rope, v = config.num_heads, config.head_dim, config.rope_dim, config.value_dim
-        self.config, self.context = config, dict(method=context, ulysses=ulysses)
+        self.config, self.context = config, dict(method=context, ulysses=ulysses, group=group)
         if config.q_latent_dim:
             self.query_down = declare(d_model, config.q_latent_dim, axes=(None, None), product="attention")
             self.query_norm = RMSNorm(config.q_latent_dim, norm_eps)

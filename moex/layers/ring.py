@@ -33,25 +33,30 @@ from moex.memory.residuals import named
 
 
 class Circle(NamedTuple):
-    """Who passes on to whom: of the devices along `axes`, those `stride` apart; all of them with 1."""
+    """Who passes on to whom: of each `span` neighbours along `axes` (0: of all), those `stride` apart."""
 
     axes: Axes
     stride: int = 1
+    span: int = 0
 
     @property
     def size(self) -> int:
         """Members of a circle."""
-        return collectives.axis_size(self.axes) // self.stride
+        return self._span // self.stride
 
     @property
     def place(self):
         """int32, this device's place in its circle."""
-        return collectives.axis_index(self.axes) // self.stride
+        return collectives.axis_index(self.axes) % self._span // self.stride
+
+    @property
+    def _span(self) -> int:
+        return self.span or collectives.axis_size(self.axes)
 
     def pass_on(self, tree):
         """Every member hands its arrays to the next one."""
-        devices = collectives.axis_size(self.axes)
-        following = [(r, (r + self.stride) % devices) for r in range(devices)]
+        span, devices = self._span, range(collectives.axis_size(self.axes))
+        following = [(r, r // span * span + (r + self.stride) % span) for r in devices]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, following), tree)
 
 

@@ -1,7 +1,7 @@
 """From a loader's numpy arrays to a step's `Batch` on the mesh."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,17 +18,20 @@ def host_rows(abstract: Batch) -> slice:
 
 
 def place_batch(
-    read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch, deal: str = "row"
-) -> Batch:
+    read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch, deal: str = "row",
+    groups: Sequence[int] = (),
+) -> Batch:  # fmt: skip
     """Puts a step's rows on the devices, the sequence in zig-zag order where context parallelism splits it.
 
     Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S], and
     `experts` [A, rows, S, L, k] where the batch has recorded choices.  deal: see `moex.layers.context.dealt`; a step gives
-    the same with either.
+    the same with either.  groups: for each micro-batch, over how many neighbouring ranks its documents lie; all without.
     """
     rows = host_rows(abstract)
     arrays = read(rows)
-    order = dealt(arrays["segments"], _parts(abstract.ids.sharding, 2), deal)
+    segments, cp = arrays["segments"], _parts(abstract.ids.sharding, 2)
+    lanes = [cp // group for group in groups] or [1] * len(segments)
+    order = np.stack([dealt(micro, cp, deal, n) for micro, n in zip(segments, lanes, strict=True)])
     names = ("tokens", "labels", "mask", "segments", "positions", *["experts"] * (abstract.experts is not None))
     along = lambda x: order.reshape(*order.shape, *[1] * (x.ndim - order.ndim))
     arrays = {name: np.take_along_axis(arrays[name], along(arrays[name]), axis=2) for name in names}

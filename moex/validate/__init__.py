@@ -3,6 +3,7 @@
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
 from moex.dispatch import unavailable
+from moex.validate.context import context_problems, context_problems_on
 from moex.validate.memory import memory_problems
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
@@ -12,7 +13,8 @@ from moex.validate.precision import precision_problems, precision_problems_on
 from moex.validate.training import pattern_problems, training_problems
 
 _SECTIONS = (
-    model_problems, training_problems, memory_problems, precision_problems, parallel_problems, pipeline_problems,
+    model_problems, training_problems, memory_problems, precision_problems, parallel_problems, context_problems,
+    pipeline_problems,
 )  # fmt: skip
 
 
@@ -102,26 +104,7 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind
         )
     if reason := unavailable(config.parallel.transport, platform):
         problems.append(f"parallel.transport={config.parallel.transport}: {reason}; use alltoall or allgather")
-    cp = size("cp")
-    if config.parallel.context != "gather" and cp == 1:
-        problems.append(
-            f"parallel.context={config.parallel.context} has no effect with parallel.cp=1: set it to gather"
-        )
-    if config.parallel.deal != "row" and cp == 1:
-        problems.append(f"parallel.deal={config.parallel.deal} has no effect with parallel.cp=1: set it to row")
-    heads = max(kv // tp, 1) if attention.kind == "gqa" else attention.num_heads // tp
-    method, ulysses = config.parallel.context, config.parallel.ulysses
-    trading, number = ("ulysses", ulysses) if method == "hierarchical" else ("cp", cp)
-    if method in ("ulysses", "hierarchical") and heads % number:
-        problems.append(
-            f"parallel.context={method} trades the {heads} key-value heads of a device for the sequence, and they don't "
-            f"divide by parallel.{trading}={number}: use ring or gather"
-        )
-    if method == "hierarchical" and cp > 1 and (cp % ulysses or ulysses >= cp):
-        problems.append(
-            f"parallel.ulysses={ulysses}: hierarchical makes groups of them of parallel.cp={cp} ranks: choose a divisor "
-            "between the two"
-        )
+    problems += context_problems_on(config, folded)
     _raise(problems)
 
 

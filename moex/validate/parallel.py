@@ -46,12 +46,6 @@ def parallel_problems(config: RunConfig) -> list[str]:
         )
     if not 0 <= parallel.tail < 1:
         problems.append(f"parallel.tail={parallel.tail} is a share of steps: at least 0 and below 1")
-    if parallel.context == "hierarchical" and parallel.ulysses < 2:
-        problems.append(
-            f"parallel.ulysses={parallel.ulysses} with parallel.context=hierarchical is ring: set ulysses to at least 2"
-        )
-    if parallel.context != "hierarchical" and parallel.ulysses != 1:
-        problems.append(f"parallel.ulysses={parallel.ulysses} has no effect with parallel.context={parallel.context}")
     if parallel.waves < 1:
         problems.append(f"parallel.waves={parallel.waves} must be at least 1, which leaves waves out")
     retrying = parallel.bounded or (config.memory.stash and config.memory.stash_factor)
