@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moex.data.batches import Batches
+from moex.data.packing import pack_buckets
 from moex.data.ramp import Ramp
 from moex.data.rows import PADDING_ID, Packed
 from moex.data.tokens import Tokens
@@ -17,9 +18,10 @@ from moex.data.tokens import Tokens
 class Buckets:
     """Training batches of packed documents, as `Batches` gives them, for dynamic context parallelism.
 
-    A document goes to the first bucket, in the order of `groups`, whose lanes of S c / cp tokens hold it; the last holds the
-    longest pieces, of S. Each bucket is shuffled by itself and goes through its own epochs, so which rows a step holds
-    depends on seed and step alone, and a bucket with a larger share of micro-batches than of the corpus is seen more often.
+    A row of a bucket is lanes of S c / cp tokens, and a document goes to the first bucket, in the order of `groups`, whose
+    lanes hold it, or fills a longer lane up (`moex.data.packing.pack_buckets`). Each bucket is shuffled by itself and goes
+    through its own epochs, so which rows a step holds depends on seed and step alone, and a bucket with a larger share of
+    micro-batches than of the corpus is seen more often.
 
     Args: groups, c of each of the A micro-batches, rising; the last is cp. rows is B, over all hosts.
     Raises ValueError for a bucket with fewer rows than a step takes of it.
@@ -30,14 +32,15 @@ class Buckets:
         sizes = {group: groups.count(group) for group in groups}
         lanes = [seq_len * group // groups[-1] for group in sizes]
         self.buckets: list[Batches] = []
-        for (group, accumulation), longer_than, lane in zip(sizes.items(), [0, *lanes], lanes, strict=False):
-            packed = Packed(shards, seq_len, lane_len=lane, longer_than=longer_than)
+        found = zip(*(pack_buckets(shard.starts, lanes) for shard in shards), strict=True)
+        for (group, accumulation), lane, packings in zip(sizes.items(), lanes, found, strict=True):
+            packed = Packed(shards, seq_len, packings=packings, lane_len=lane)
             try:
                 self.buckets.append(Batches([packed], rows=rows, accumulation=accumulation, seed=seed))
             except ValueError as error:
                 raise ValueError(
-                    f"parallel.cp_groups={list(sizes)}: of documents of {longer_than + 1} to {lane} tokens, which are for "
-                    f"{group} ranks, {error}"
+                    f"parallel.cp_groups={list(sizes)}: of documents of up to {lane} tokens, which are for {group} ranks, "
+                    f"{error}"
                 ) from error
         self._firsts = [0, *itertools.accumulate(bucket.num_rows for bucket in self.buckets)]
         self.num_rows = self._firsts[-1]

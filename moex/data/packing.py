@@ -4,6 +4,7 @@ P pieces of documents, R rows of S tokens.
 """
 
 import bisect
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +24,8 @@ class Packing(NamedTuple):
         return len(self.row_R) - 1
 
 
-def pack(starts: np.ndarray, seq_len: int, *, lane_len: int = 0, longer_than: int = 0) -> Packing:
+def pack(starts: np.ndarray, seq_len: int) -> Packing:
     """Packs documents into rows of `seq_len` tokens, none cut that fits into a row.
-
-    lane_len, longer_than: of the pieces that this gives, only those of longer_than + 1 to lane_len tokens, packed into lanes
-    of `lane_len` in place of rows.
 
     A longer one is cut into rows of its own and a rest. Pieces go, longest first, to the row with the least room that is
     enough: best-fit decreasing (arXiv 2404.10830), so few tokens are padding and which rows there are depends on nothing
@@ -35,11 +33,29 @@ def pack(starts: np.ndarray, seq_len: int, *, lane_len: int = 0, longer_than: in
 
     Args: starts int64 [num_docs + 1], offsets of documents and the end.
     """
-    lane_len = lane_len or seq_len
     first_P, length_P = _pieces(starts, seq_len)
-    wanted = (length_P > longer_than) & (length_P <= lane_len)
-    first_P, length_P = first_P[wanted], length_P[wanted]
-    row_P = best_fit(length_P, lane_len)
+    return _packing(first_P, length_P, best_fit(length_P, seq_len))
+
+
+def pack_buckets(starts: np.ndarray, lanes: Sequence[int]) -> list[Packing]:
+    """Packs documents into lanes of rising lengths, one packing for each: each where the shortest lane that holds it is, or
+    in room that longer ones leave in a longer lane.
+
+    From the longest lane down, pieces are packed as `pack` does, and lanes kept that have a piece too long for the next
+    shorter lane. Args: starts as in `pack`; lanes, the last as long as a row.
+    """
+    first_P, length_P = _pieces(starts, lanes[-1])
+    found = []
+    for lane, shorter in zip(reversed(lanes), [*reversed(lanes[:-1]), 0], strict=True):
+        lane_P = best_fit(length_P, lane)
+        kept_P = np.isin(lane_P, lane_P[length_P > shorter])
+        _, own_P = np.unique(lane_P[kept_P], return_inverse=True)
+        found.append(_packing(first_P[kept_P], length_P[kept_P], own_P))
+        first_P, length_P = first_P[~kept_P], length_P[~kept_P]
+    return found[::-1]
+
+
+def _packing(first_P: np.ndarray, length_P: np.ndarray, row_P: np.ndarray) -> Packing:
     # Within a row by place in the corpus: neighbours in a file often belong together, and reads go forwards.
     order = np.argsort(row_P, kind="stable")
     num_rows = int(row_P.max(initial=-1)) + 1

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moex.data.packing import pack
+from moex.data.packing import Packing, pack
 from moex.data.tokens import Tokens
 
 PADDING_ID = -1  # number of a row that only fills a batch
@@ -95,14 +95,13 @@ class Windows(_InShards):
 class Packed(_InShards):
     """Whole documents, as `pack` puts them together.  num_padding: tokens of an epoch that are none.
 
-    lane_len: a row is seq_len / lane_len lanes side by side, and no document crosses from one to the next; 0: one lane.
-    longer_than: shorter documents, and those that fit no lane, are left out.
+    packings: of each shard into lanes of `lane_len` tokens, in place of rows: a row is seq_len / lane_len of them side by
+    side. Without, all documents in rows.
     """
 
-    def __init__(self, shards: Sequence[Tokens], seq_len: int, *, lane_len: int = 0, longer_than: int = 0):
+    def __init__(self, shards: Sequence[Tokens], seq_len: int, *, packings: Sequence[Packing] = (), lane_len: int = 0):
         self.lane_len = lane_len or seq_len
-        limits = dict(lane_len=self.lane_len, longer_than=longer_than)
-        self._packings = [pack(shard.starts, seq_len, **limits) for shard in shards]
+        self._packings = packings or [pack(shard.starts, seq_len) for shard in shards]
         self._lanes = seq_len // self.lane_len
         super().__init__(shards, seq_len, [-(-packing.num_rows // self._lanes) for packing in self._packings])
         self.num_tokens = sum(int(packing.length_P.sum()) for packing in self._packings)
