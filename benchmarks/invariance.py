@@ -41,11 +41,11 @@ MODELS = dict(
     mla=tiny.MODELS["mla"],
 )
 TRANSPORTS = ("allgather", "alltoall")
-CONTEXTS = ("gather", "ring", "ulysses")
+CONTEXTS = ("gather", "ring", "ulysses", "hierarchical")
 
 
 def product() -> list[Case]:
-    """All combinations that can run: ring and ulysses where the sequence is split, ulysses where heads divide."""
+    """All combinations that can run: ring, ulysses and hierarchical where sequence and heads divide."""
     rest = itertools.product(FOLDINGS, TRANSPORTS, MODELS, (1, 3), (1, 2, 4), CONTEXTS, ((), ("layer",)))
     cases = [
         Case(dense, expert, transport, model, zero, accumulation, context, recompute, skewed=True)

@@ -55,6 +55,16 @@ def qwen3_235b_256xgb200() -> RunConfig:
     return _system("qwen3_235b_256xgb200", qwen3.qwen3_235b_a22b().model, parallel, batch_size=3072, accumulation=12)
 
 
+def qwen3_235b_128k_128xh100() -> RunConfig:
+    """Qwen3-235B-A22B on 128 H100s in rows of 131,072 tokens. Compiled, never run."""
+    return _long_qwen3_235b("qwen3_235b_128k_128xh100", seq_len=131_072, cp=32, batch_size=1024)
+
+
+def qwen3_235b_256k_256xh100() -> RunConfig:
+    """Qwen3-235B-A22B on 256 H100s in rows of 262,144 tokens. Compiled, never run."""
+    return _long_qwen3_235b("qwen3_235b_256k_256xh100", seq_len=262_144, cp=64, batch_size=512)
+
+
 def qwen3_30b_16xh100() -> RunConfig:
     """Qwen3-30B-A3B on 16 H100s. Compiled, never run."""
     parallel = _routed(ep=16, zero=1)
@@ -81,6 +91,8 @@ SYSTEMS = {
     kimi_k2_256xgb300: "gb300:256",
     qwen3_235b_256xh100: "h100:256",
     qwen3_235b_256xgb200: "gb200:256",
+    qwen3_235b_128k_128xh100: "h100:128",
+    qwen3_235b_256k_256xh100: "h100:256",
     qwen3_30b_16xh100: "h100:16",
     mixtral_8x22b_128xh100: "h100:128",
     gpt_oss_120b_64xh100: "h100:64",
@@ -88,21 +100,32 @@ SYSTEMS = {
 """Preset -> the GPUs it is laid out for, as `python -m moex.plan --gpus` takes them."""
 
 
-def _routed(*, ep: int, zero: Literal[1, 3], tp: int = 1) -> ParallelConfig:
+def _routed(*, ep: int, zero: Literal[1, 3], tp: int = 1, **more) -> ParallelConfig:
     """Static cells of the balanced size with a spill: what doesn't fit is run again with larger ones."""
     return ParallelConfig(
-        ep=ep, zero=zero, tp=tp, transport="alltoall", cell_factor=1.0, spill_factor=0.35, row_factor=1.25
+        ep=ep, zero=zero, tp=tp, transport="alltoall", cell_factor=1.0, spill_factor=0.35, row_factor=1.25, **more
     )
 
 
+def _long_qwen3_235b(name: str, *, seq_len: int, cp: int, batch_size: int) -> RunConfig:
+    """One row at a time for each `cp` GPUs: its four key-value heads are traded among four neighbours, by NVLink, and keys
+    pass round a ring of those. Positions are stretched from 32,768 by YaRN, as the model's card says for 131,072.
+    """
+    model = qwen3.qwen3_235b_a22b().model
+    rope = dataclasses.replace(model.attention.rope, factor=seq_len / 32_768, original_context=32_768)
+    model = dataclasses.replace(model, attention=dataclasses.replace(model.attention, rope=rope))
+    parallel = _routed(ep=32, zero=3, cp=cp, context="hierarchical", ulysses=4)
+    return _system(name, model, parallel, batch_size=batch_size, accumulation=batch_size // 4, seq_len=seq_len)
+
+
 def _system(
-    name: str, model: ModelConfig, parallel: ParallelConfig, *, batch_size: int, accumulation: int
+    name: str, model: ModelConfig, parallel: ParallelConfig, *, batch_size: int, accumulation: int, seq_len: int = 4096
 ) -> RunConfig:
     return RunConfig(
         name=name,
         model=model,
         parallel=parallel,
-        train=TrainConfig(steps=100_000, batch_size=batch_size, accumulation=accumulation, seq_len=4096),
+        train=TrainConfig(steps=100_000, batch_size=batch_size, accumulation=accumulation, seq_len=seq_len),
         optimizer=OptimizerConfig(peak_lr=2e-4, final_lr=2e-5, warmup_steps=2000),
         memory=MemoryConfig(recompute=("layer",)),
     )

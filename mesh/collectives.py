@@ -101,10 +101,16 @@ def _inexact(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def all_to_all(x, axes: Axes, *, split_dim: int, concat_dim: int):
-    """Sends the i-th part of `split_dim` to device i and concatenates what arrives along `concat_dim`."""
-    x = vary(x, axes)
-    return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True) if axis_size(axes) > 1 else x
+def all_to_all(x, axes: Axes, *, split_dim: int, concat_dim: int, group: int = 0):
+    """Sends the i-th part of `split_dim` to device i and concatenates what arrives along `concat_dim`.
+
+    group: only among this many neighbours along the view, which it must divide; 0 for all.
+    """
+    x, devices = vary(x, axes), axis_size(axes)
+    if devices == 1 or group == 1:
+        return x
+    groups = [list(range(at, at + group)) for at in range(0, devices, group)] if 0 < group < devices else None
+    return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True, axis_index_groups=groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -144,7 +144,9 @@ def _put(values, like):
 
 
 def _batch(start: Start, program: Program, step: int):
-    return place_batch(lambda rows: start.data.train.batch(step, rows), step, program.batch)
+    parallel = program.config.parallel
+    read = lambda rows: start.data.train.batch(step, rows)
+    return place_batch(read, step, program.batch, parallel.deal, parallel.groups_of(program.batch.ids.shape[0]))
 
 
 @functools.lru_cache(maxsize=4)

@@ -223,7 +223,9 @@ class _Loop:
 
     def _batch(self, step: int):
         abstract = self.by_size[self.sizes.size(step)][0].batch
-        return place_batch(lambda rows: self.data.train.batch(step, rows), step, abstract)
+        parallel = self.config.parallel
+        groups = parallel.groups_of(abstract.ids.shape[0])
+        return place_batch(lambda rows: self.data.train.batch(step, rows), step, abstract, parallel.deal, groups)
 
     def _facts(self) -> dict[str, Any]:
         names = ("mesh", "num_devices", "device_kind", "corpus", "corpus_fingerprint", "parameters")

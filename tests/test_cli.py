@@ -145,6 +145,14 @@ CONFIGURATIONS = {
     "--parallel.transport=alltoall": ["parallel.transport=alltoall", "parallel.ep=1", "set it to local"],
     "--parallel.ep=2 --parallel.transport=ragged": ["parallel.transport=ragged", "use alltoall or allgather"],
     "--parallel.context=ring": ["parallel.context=ring has no effect with parallel.cp=1", "set it to gather"],
+    "--parallel.deal=document": ["parallel.deal=document has no effect with parallel.cp=1", "set it to row"],
+    "--parallel.cp-groups 2 1 4 --parallel.cp=4 --train.accumulation=2": [
+        "parallel.cp_groups=2 1 4 must rise", "train.accumulation=2 micro-batches don't divide into 3 shares",
+        "parallel.context must be ring, not gather", "data.packing must be documents, not windows"],
+    "--parallel.ulysses=2": ["parallel.ulysses=2 has no effect with parallel.context=gather"],
+    "--parallel.context=hierarchical": ["parallel.ulysses=1 with parallel.context=hierarchical is ring", "at least 2"],
+    "--parallel.cp=4 --parallel.context=hierarchical --parallel.ulysses=4": [
+        "2 key-value heads", "parallel.ulysses=4: use ring or gather", "choose a divisor between the two"],
     "--parallel.ep=2 --parallel.transport=alltoall --parallel.spill-factor=0.5": [
         "parallel.spill_factor=0.5 has no effect with cell_factor=0"],
     "--parallel.echo-slots=1": ["parallel.echo_slots=1 has no effect with parallel.ep=1"],

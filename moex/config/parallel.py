@@ -22,8 +22,17 @@ class ParallelConfig:
     """Dense layers: context parallel."""
     tp: int = 1
     """Dense layers: tensor parallel with sequence parallelism."""
-    context: Literal["gather", "ring", "ulysses"] = "gather"
-    """How context parallelism brings keys to queries: all-gather, a ring of blocks, or all-to-all of heads."""
+    context: Literal["gather", "ring", "ulysses", "hierarchical"] = "gather"
+    """How context parallelism brings keys to queries: all-gather, a ring of blocks, all-to-all of heads, or all-to-all among
+    neighbours and a ring over their groups."""
+    ulysses: int = 1
+    """hierarchical: neighbouring context-parallel ranks that trade heads, a divisor of cp between the two."""
+    deal: Literal["row", "document"] = "row"
+    """Context parallelism gives each rank an early and a late part of the whole row, or of every document in it: the same
+    work for all where a row holds documents of unequal length."""
+    cp_groups: tuple[int, ...] = ()
+    """Dynamic context parallelism: over how many ranks of cp the documents of a micro-batch lie, one number for each equal
+    share of a step's micro-batches, rising to cp (1 1 2 8). Short documents go where the ring is short. Empty: cp for all."""
     overlap: bool = False
     """Rows travel to experts and back beside computations of another micro-batch: each layer's forward pass runs with another
     layer's backward pass. Costs the memory of one more micro-batch a stage."""
@@ -65,6 +74,11 @@ class ParallelConfig:
     tail: float = 0.05
     """Share of steps that may overflow: a step starts with the smallest size that, by what the last steps needed, overflows
     no more often."""
+
+    def groups_of(self, accumulation: int) -> tuple[int, ...]:
+        """`cp_groups` of each micro-batch; all cp without any."""
+        groups = self.cp_groups or (self.cp,)
+        return tuple(group for group in groups for _ in range(accumulation // len(groups)))
 
     @property
     def bounded(self) -> bool:

@@ -1,6 +1,7 @@
 """Data: corpora as flat token arrays, batches addressed by step, and a background prefetch."""
 
 from moex.data.batches import Batches
+from moex.data.buckets import Buckets
 from moex.data.corpus import Corpus, Split, check_mixture, mixed_entropy
 from moex.data.packing import pack
 from moex.data.prefetch import Prefetch
@@ -13,6 +14,7 @@ from moex.data.tokens import Tokens, check_tokens, entropy, fingerprint, unigram
 
 __all__ = [
     "Batches",
+    "Buckets",
     "Corpus",
     "Packed",
     "Prefetch",

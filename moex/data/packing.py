@@ -4,6 +4,7 @@ P pieces of documents, R rows of S tokens.
 """
 
 import bisect
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,28 @@ def pack(starts: np.ndarray, seq_len: int) -> Packing:
     Args: starts int64 [num_docs + 1], offsets of documents and the end.
     """
     first_P, length_P = _pieces(starts, seq_len)
-    row_P = best_fit(length_P, seq_len)
+    return _packing(first_P, length_P, best_fit(length_P, seq_len))
+
+
+def pack_buckets(starts: np.ndarray, lanes: Sequence[int]) -> list[Packing]:
+    """Packs documents into lanes of rising lengths, one packing for each: each where the shortest lane that holds it is, or
+    in room that longer ones leave in a longer lane.
+
+    From the longest lane down, pieces are packed as `pack` does, and lanes kept that have a piece too long for the next
+    shorter lane. Args: starts as in `pack`; lanes, the last as long as a row.
+    """
+    first_P, length_P = _pieces(starts, lanes[-1])
+    found = []
+    for lane, shorter in zip(reversed(lanes), [*reversed(lanes[:-1]), 0], strict=True):
+        lane_P = best_fit(length_P, lane)
+        kept_P = np.isin(lane_P, lane_P[length_P > shorter])
+        _, own_P = np.unique(lane_P[kept_P], return_inverse=True)
+        found.append(_packing(first_P[kept_P], length_P[kept_P], own_P))
+        first_P, length_P = first_P[~kept_P], length_P[~kept_P]
+    return found[::-1]
+
+
+def _packing(first_P: np.ndarray, length_P: np.ndarray, row_P: np.ndarray) -> Packing:
     # Within a row by place in the corpus: neighbours in a file often belong together, and reads go forwards.
     order = np.argsort(row_P, kind="stable")
     num_rows = int(row_P.max(initial=-1)) + 1

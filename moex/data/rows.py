@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moex.data.packing import pack
+from moex.data.packing import Packing, pack
 from moex.data.tokens import Tokens
 
 PADDING_ID = -1  # number of a row that only fills a batch
@@ -93,21 +93,31 @@ class Windows(_InShards):
 
 
 class Packed(_InShards):
-    """Whole documents, as `pack` puts them together.  num_padding: tokens of an epoch that are none."""
+    """Whole documents, as `pack` puts them together.  num_padding: tokens of an epoch that are none.
 
-    def __init__(self, shards: Sequence[Tokens], seq_len: int):
-        self._packings = [pack(shard.starts, seq_len) for shard in shards]
-        super().__init__(shards, seq_len, [packing.num_rows for packing in self._packings])
-        self.num_padding = self.num_rows * seq_len - sum(len(shard) for shard in shards)
+    packings: of each shard into lanes of `lane_len` tokens, in place of rows: a row is seq_len / lane_len of them side by
+    side. Without, all documents in rows.
+    """
+
+    def __init__(self, shards: Sequence[Tokens], seq_len: int, *, packings: Sequence[Packing] = (), lane_len: int = 0):
+        self.lane_len = lane_len or seq_len
+        self._packings = packings or [pack(shard.starts, seq_len) for shard in shards]
+        self._lanes = seq_len // self.lane_len
+        super().__init__(shards, seq_len, [-(-packing.num_rows // self._lanes) for packing in self._packings])
+        self.num_tokens = sum(int(packing.length_P.sum()) for packing in self._packings)
+        self.num_padding = self.num_rows * seq_len - self.num_tokens
 
     def describe(self) -> str:
-        total = sum(len(shard) for shard in self.shards)
-        return f"{total} tokens packed into {self.num_rows} rows of seq_len={self.seq_len}"
+        return f"{self.num_tokens} tokens packed into {self.num_rows} rows of seq_len={self.seq_len}"
 
     def _fill(self, row: dict[str, np.ndarray], shard: int, number: int) -> None:
         tokens, packing = self.shards[shard], self._packings[shard]
-        at = 0
-        for segment, piece in enumerate(range(*packing.row_R[number : number + 2]), 1):
+        lanes = range(number * self._lanes, min((number + 1) * self._lanes, packing.num_rows))
+        pieces = [(lane, piece) for lane in lanes for piece in range(*packing.row_R[lane : lane + 2])]
+        at, before = 0, lanes.start
+        for segment, (lane, piece) in enumerate(pieces, 1):
+            if lane != before:
+                at, before = (lane - lanes.start) * self.lane_len, lane
             first, size = int(packing.first_P[piece]), int(packing.length_P[piece])
             part = {name: array[at : at + size] for name, array in row.items()}
             _copy(part, tokens, first, size, [0, size], last_label=_goes_on(tokens, first + size), segment=segment)

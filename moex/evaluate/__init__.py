@@ -30,7 +30,7 @@ def evaluate(programs: Sequence[Program], state: TrainState, batches: Batches, *
     num = min(batches.num_eval_batches, max(1, max_rows // batches.rows_per_step))
 
     def summed(by: Program, i: int):
-        batch = place_batch(lambda rows: batches.eval_batch(i, rows), 0, by.batch)
+        batch = place_batch(lambda rows: batches.eval_batch(i, rows), 0, by.batch, by.config.parallel.deal)
         return by.eval(state.params, state.router_bias, batch)
 
     sums = jax.device_get([summed(programs[0], i) for i in range(num)])

@@ -1,7 +1,8 @@
 """Attention one block at a time: outputs with their log-sum-exp, so that blocks merge; gradients from the global ones.
 
-Never more than one block of scores is held, forward or backward. B rows, S and T query and key tokens, N query heads, K
-key-value heads, H head width, all of one device. Scores, softmax and sums are float32 (arXiv 2205.14135).
+Never more than one block of scores is held, forward or backward, and of a large block one tile of its queries. Scores,
+softmax and sums are float32 (arXiv 2205.14135). B rows, S and T query and key tokens, N query heads, K key-value heads, H
+head width, all of one device.
 """
 
 import functools
@@ -16,6 +17,8 @@ from moex.memory.residuals import named
 
 _MASKED = -1e30
 _MOST_BLOCKS = 16
+MOST_SCORES = 2**27
+"""Logits of a tile, 0.5 GiB in float32; a block with more is computed by tiles of its queries, one after the other."""
 
 
 class Places(NamedTuple):
@@ -56,6 +59,13 @@ class QueryRows(NamedTuple):
 
 def block(q, k, v, queries: Places, keys: Places, rule: Rule) -> Part:
     """Queries [B, S, N, H] over one block of keys and values [B, T, K, H]; a query that sees none comes out 0."""
+    if (tiles := _num_tiles(q, k)) == 1:
+        return _tile(q, k, v, queries, keys, rule)
+    one = lambda given: _tile(given[0], k, v, given[1], keys, rule)
+    return jax.tree.map(_whole, lax.map(one, jax.tree.map(lambda x: _cut(x, tiles), (q, queries))))
+
+
+def _tile(q, k, v, queries: Places, keys: Places, rule: Rule) -> Part:
     groups = k.shape[2], q.shape[2] // k.shape[2]
     scores = _scores(_by_head(q, groups), _by_head(k), rule)
     seen = _seen(queries, keys, rule.window)
@@ -94,6 +104,20 @@ def sink_gradients(sinks_N, lse, delta):
 
 def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, rule: Rule):
     """(dq, dk, dv) that one block contributes, float32."""
+    if (tiles := _num_tiles(rows.q, k)) == 1:
+        return _tile_gradients(rows, k, v, queries, keys, rule)
+
+    def add(sums, given):
+        dq, *more = _tile_gradients(given[0], k, v, given[1], keys, rule)
+        return jax.tree.map(jnp.add, sums, tuple(more)), dq
+
+    zeros = lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x))
+    cut = jax.tree.map(lambda x: _cut(x, tiles), (rows, queries))
+    (dk, dv), dq = lax.scan(add, (zeros(k), zeros(v)), cut)
+    return _whole(dq), dk, dv
+
+
+def _tile_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, rule: Rule):
     groups = k.shape[2], rows.q.shape[2] // k.shape[2]
     q, g, lse, delta = (_by_head(x, groups) for x in rows)
     q, g, k, v = *(x.astype(jnp.float32) for x in (q, g)), *(_by_head(x.astype(jnp.float32)) for x in (k, v))
@@ -105,6 +129,24 @@ def block_gradients(rows: QueryRows, k, v, queries: Places, keys: Places, rule: 
     dv, dk = (_dot(_flat(x), _flat(y), 1, over_rows=True) for x, y in ((g, weights), (q, dscores)))  # [B, K, H, T]
     dq = _dot(_flat(dscores), k, 1).reshape(q.shape)
     return _by_token(dq), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
+
+
+def _num_tiles(q, k) -> int:
+    """The least number of equal tiles of queries with no more logits than `MOST_SCORES` each."""
+    num_rows, num_queries, num_heads = q.shape[:3]
+    need = -(-num_rows * num_heads * num_queries * k.shape[1] // MOST_SCORES)
+    return next(n for n in range(min(max(need, 1), num_queries), num_queries + 1) if num_queries % n == 0)
+
+
+def _cut(x, tiles: int):
+    """[B, S, ...] -> [tiles, B, S / tiles, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], tiles, -1, *x.shape[2:]), 1, 0)
+
+
+def _whole(x):
+    """The way back."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _by_head(x, groups: tuple[int, int] | None = None):

@@ -1,7 +1,8 @@
-"""Attention over a sequence that context parallelism has split, by three ways of bringing queries and keys together.
+"""Attention over a sequence that context parallelism has split, by four ways of bringing queries and keys together.
 
-gather: all-gather keys and values.  ring: pass them round, one block a step, with its own backward pass.  ulysses: trade
-the sequence for heads by all-to-all (arXiv 2309.14509).
+gather: all-gather keys and values.  ring: pass them round, one block a step (`moex.layers.ring`).  ulysses: trade the
+sequence for heads by all-to-all (arXiv 2309.14509).  hierarchical: trade within groups of neighbours, a ring over groups
+(arXiv 2405.07719; Megatron-Core's a2a+p2p).
 
 The sequence is dealt in zig-zag halves: of 2 cp chunks, rank r holds chunk r and chunk 2 cp - 1 - r, so that causality
 leaves every rank the same work. `Tokens.index` says where each token stands, so gather and ulysses work with any order.
@@ -13,25 +14,14 @@ shard_map; `axes` is the view axis cp.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mesh import collectives
 from mesh.axes import Axes
-from mesh.vma import vary, varying
 from moex.layers.attention import attend
-from moex.layers.blockwise import (
-    Places,
-    QueryRows,
-    Rule,
-    block,
-    block_gradients,
-    largest,
-    merge,
-    sink_gradients,
-    with_sinks,
-)  # fmt: skip
+from moex.layers.blockwise import Rule
+from moex.layers.ring import Circle, ring
 from moex.layers.tokens import Tokens
 from moex.memory.residuals import kept, named
 
@@ -49,138 +39,79 @@ def zigzag_order(seq_len: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[[r, 2 * cp - 1 - r]].reshape(-1) for r in range(cp)])
 
 
+def dealt(segments: np.ndarray, cp: int, deal: str = "row", lanes: int = 1) -> np.ndarray:
+    """The order of `zigzag_order` for each row, int64 like segments [..., S].
+
+    lanes: equal parts of a row that no document crosses; each is dealt over its own cp / lanes neighbouring ranks.
+
+    deal: row cuts the whole row into 2 cp chunks. document cuts each document so (and the padding), with lengths that
+    differ by one token at most: what is left over goes to the chunks in turn, from one document to the next, so that
+    every rank gets as many tokens. Then each rank has its part of every document's work; no document needs padding.
+    Raises ValueError when the row doesn't cut into 2 cp chunks.
+    """
+    if lanes > 1:
+        own = dealt(segments.reshape(*segments.shape[:-1], lanes, -1), cp // lanes, deal)
+        return (own + np.arange(lanes)[:, None] * own.shape[-1]).reshape(segments.shape)
+    order = zigzag_order(segments.shape[-1], cp)
+    if deal == "row" or cp == 1:
+        return np.broadcast_to(order, segments.shape)
+    flat = segments.reshape(-1, segments.shape[-1])
+    return np.stack([np.argsort(_parts_of(row, cp), kind="stable") for row in flat]).reshape(segments.shape)
+
+
+def _parts_of(segments_S: np.ndarray, cp: int) -> np.ndarray:
+    """For each token the half that it goes to, 2 rank or 2 rank + 1, by documents."""
+    chunks = 2 * cp
+    begins = np.flatnonzero(np.diff(segments_S, prepend=segments_S[0] - 1))
+    lengths = np.diff(begins, append=len(segments_S))
+    turn = np.concatenate([[0], np.cumsum(lengths % chunks)[:-1]])  # the chunk that takes the first token left over
+    more = (np.arange(chunks) - turn[:, None]) % chunks < (lengths % chunks)[:, None]
+    chunk_S = np.repeat(np.tile(np.arange(chunks), len(lengths)), ((lengths // chunks)[:, None] + more).reshape(-1))
+    return np.where(chunk_S < cp, 2 * chunk_S, 2 * (chunks - 1 - chunk_S) + 1)
+
+
 def mix(
     q_BSNH, k_BTKH, v_BTKH, tokens: Tokens, axes: Axes, *,
-    method: str, scale: float, window: int = 0, soft_cap: float = 0.0, sinks_N=None, meter_N=None,
+    method: str, scale: float, ulysses: int = 1, group: int = 0, window: int = 0, soft_cap: float = 0.0, sinks_N=None,
+    meter_N=None,
 ):  # fmt: skip
     """Causal attention within documents of one rank's queries over all ranks' keys: [B, S, N, H] like q.
 
     Args: q, k, v of this rank's tokens, whose segments and places `tokens` holds.
-      method: gather, ring (the split must be zig-zag) or ulysses (K must divide by cp).
+      method: gather, ring (the split must be zig-zag), ulysses (K must divide by cp) or hierarchical (K must divide by
+        `ulysses`, neighbours that trade heads, and that by cp; the split must be zig-zag over all ranks).
+      group: ring: no document lies over more than each this many neighbours, and keys pass round among them; 0: all.
       scale, window, soft_cap, sinks_N, meter_N: see `attend`; sinks and meter of this device's heads, equal over cp.
     """
     options = dict(scale=scale, window=window, soft_cap=soft_cap)
-    if not axes:
+    if not axes or group == 1:
         own = dict(sinks_N=sinks_N, meter_N=meter_N)
         return attend(q_BSNH, k_BTKH, v_BTKH, tokens, tokens, ordered=True, **own, **options)
     if method == "ring":
-        return _ring(q_BSNH, k_BTKH, v_BTKH, tokens, sinks_N, meter_N, axes, Rule(**options))
+        return ring(
+            q_BSNH, k_BTKH, v_BTKH, tokens, Circle(axes, span=group), Rule(**options), sinks_N=sinks_N, meter_N=meter_N
+        )
     everyone = kept(Tokens(*(collectives.all_gather(x, axes, dim=1) for x in tokens)))
     if method == "gather":
         k, v = named("context", tuple(collectives.all_gather(x, axes, dim=1) for x in (k_BTKH, v_BTKH)))
         return attend(q_BSNH, k, v, tokens, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
-    to_heads = functools.partial(collectives.all_to_all, axes=axes, split_dim=2, concat_dim=1)
+    group = ulysses if method == "hierarchical" else collectives.axis_size(axes)
+    to_heads = functools.partial(collectives.all_to_all, axes=axes, split_dim=2, concat_dim=1, group=group)
     q, k, v = named("context", tuple(to_heads(x) for x in (q_BSNH, k_BTKH, v_BTKH)))
-    own = lambda x_N: lax.dynamic_slice_in_dim(x_N, collectives.axis_index(axes) * q.shape[2], q.shape[2])
+    place = collectives.axis_index(axes)
+    own = lambda x_N: lax.dynamic_slice_in_dim(x_N, place % group * q.shape[2], q.shape[2])
     sinks_N, meter_N = jax.tree.map(own, (sinks_N, meter_N))
-    mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
-    return named("context", collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2))
+    if method == "hierarchical":
+        size = q.shape[1]
+        together = Tokens(*(lax.dynamic_slice_in_dim(x, place // group * size, size, axis=1) for x in everyone))
+        q, k, v, together = jax.tree.map(lambda x: _swapped(x, group, 2), (q, k, v, together))
+        mixed = ring(q, k, v, together, Circle(axes, group), Rule(**options), sinks_N=sinks_N, meter_N=meter_N)
+        mixed = _swapped(mixed, 2, group)
+    else:
+        mixed = attend(q, k, v, everyone, everyone, sinks_N=sinks_N, meter_N=meter_N, **options)
+    return named("context", collectives.all_to_all(mixed, axes, split_dim=1, concat_dim=2, group=group))
 
 
-def _ring(q, k, v, tokens: Tokens, sinks_N, meter_N, axes: Axes, rule: Rule):
-    given = q, k, v, tokens.segments, tokens.index, sinks_N, meter_N
-    union = varying(*jax.tree.leaves((given, tokens.positions)))
-    return _ring_attention(*jax.tree.map(lambda x: vary(x, union), given), axes, rule)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _ring_attention(q, k, v, segments, index, sinks_N, meter_N, axes: Axes, rule: Rule):
-    return _ring_fwd(q, k, v, segments, index, sinks_N, meter_N, axes, rule)[0]
-
-
-def _ring_fwd(q, k, v, segments, index, sinks_N, meter_N, axes, rule):
-    """Merges one block after the other by their log-sum-exp, float32."""
-    rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
-    (q_lo, q_hi), queries = _halves(q), _halves_of(segments, index)
-    part = functools.partial(block, rule=rule)
-
-    (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
-    low = part(q_lo, k_lo, v_lo, queries[0], keys[0])
-    high = merge(part(q_hi, k_lo, v_lo, queries[1], keys[0]), part(q_hi, k_hi, v_hi, queries[1], keys[1]))
-
-    def turn(carry, step):
-        low, high, travelling = carry
-        travelling = _pass_on(travelling, axes, ranks)
-        (k_lo, k_hi), (v_lo, v_hi), keys = *map(_halves, travelling[:2]), _halves_of(*travelling[2:])
-        earlier = (rank - step) % ranks < rank  # these keys come from a lower rank: its low chunk is seen by mine
-        high = merge(high, part(q_hi, k_lo, v_lo, queries[1], keys[0]))
-        pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(earlier, x, y), a, b)
-        more = part(
-            pick(q_lo, q_hi), pick(k_lo, k_hi), pick(v_lo, v_hi), pick(queries[0], queries[1]), pick(keys[0], keys[1])
-        )
-        return (pick(merge(low, more), low), pick(high, merge(high, more)), travelling), None
-
-    steps = jnp.arange(1, ranks, dtype=jnp.int32)
-    (low, high, _), _ = lax.scan(turn, (low, high, (k, v, segments, index)), steps)
-    low, high = with_sinks(low, sinks_N), with_sinks(high, sinks_N)
-    out, lse = named("core_attn", _joined(low.out, high.out)), _joined(low.lse, high.lse)
-    lse = named("core_attn", lse, small=True)
-    read_N = None
-    if meter_N is not None:
-        read_N = named("core_attn", largest(_joined(low.top, high.top), segments), small=True)
-    return out.astype(q.dtype), (q, k, v, segments, index, sinks_N, read_N, out, lse)
-
-
-def _ring_bwd(axes, rule, kept, g):
-    """Each block's gradients from the global output and log-sum-exp; dk and dv travel on with their keys and come home."""
-    q, k, v, segments, index, sinks_N, read_N, out, lse = kept
-    rank, ranks = collectives.axis_index(axes), collectives.axis_size(axes)
-    g = g.astype(jnp.float32)
-    delta = (g * out).sum(axis=-1)
-    rows = [_halves(x) for x in (q, g, lse, delta)]
-    low, high = (QueryRows(*(pair[i] for pair in rows)) for i in (0, 1))
-    queries = _halves_of(segments, index)
-    gradients = functools.partial(block_gradients, rule=rule)
-    add = lambda a, b: jax.tree.map(jnp.add, a, b)
-
-    (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), queries
-    dq_lo, dk_lo, dv_lo = gradients(low, k_lo, v_lo, queries[0], keys[0])
-    dq_hi, *d_lo = gradients(high, k_lo, v_lo, queries[1], keys[0])
-    dq_more, dk_hi, dv_hi = gradients(high, k_hi, v_hi, queries[1], keys[1])
-    dq_hi += dq_more
-    dk, dv = _joined(dk_lo + d_lo[0], dk_hi), _joined(dv_lo + d_lo[1], dv_hi)
-
-    def turn(carry, step):
-        dq_lo, dq_hi, travelling = carry
-        k, v, segments, index, dk, dv = _pass_on(travelling, axes, ranks)
-        (k_lo, k_hi), (v_lo, v_hi), keys = _halves(k), _halves(v), _halves_of(segments, index)
-        earlier = (rank - step) % ranks < rank
-        pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(earlier, x, y), a, b)
-        dq_more, dk_lo, dv_lo = gradients(high, k_lo, v_lo, queries[1], keys[0])
-        dq_hi += dq_more
-        dq_more, dk_more, dv_more = gradients(
-            pick(low, high), pick(k_lo, k_hi), pick(v_lo, v_hi), pick(queries[0], queries[1]), pick(keys[0], keys[1])
-        )
-        none = jnp.zeros_like
-        dq_lo, dq_hi = pick((dq_lo + dq_more, dq_hi), (dq_lo, dq_hi + dq_more))
-        dk = add(dk, pick(_joined(dk_lo + dk_more, none(dk_more)), _joined(dk_lo, dk_more)))
-        dv = add(dv, pick(_joined(dv_lo + dv_more, none(dv_more)), _joined(dv_lo, dv_more)))
-        return (dq_lo, dq_hi, (k, v, segments, index, dk, dv)), None
-
-    start = (dq_lo, dq_hi, (k, v, segments, index, dk, dv))
-    (dq_lo, dq_hi, (*_, dk, dv)), _ = lax.scan(turn, start, jnp.arange(1, ranks, dtype=jnp.int32))
-    dk, dv = _pass_on((dk, dv), axes, ranks)
-    dq, dsinks_N = _joined(dq_lo, dq_hi).astype(q.dtype), sink_gradients(sinks_N, lse, delta)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks_N, read_N
-
-
-_ring_attention.defvjp(_ring_fwd, _ring_bwd)
-
-
-def _pass_on(tree, axes: Axes, ranks: int):
-    """Every rank hands its arrays to the next one."""
-    following = [(r, (r + 1) % ranks) for r in range(ranks)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axes, following), tree)
-
-
-def _halves(x):
-    return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
-
-
-def _halves_of(segments, index) -> tuple[Places, Places]:
-    (early_segments, late_segments), (early, late) = _halves(segments), _halves(index)
-    return Places(early_segments, early), Places(late_segments, late)
-
-
-def _joined(low, high):
-    return jnp.concatenate([low, high], axis=1)
+def _swapped(x, outer: int, inner: int):
+    """Dim 1 is [outer, inner, tokens] and becomes [inner, outer, tokens]: early chunks of all ranks before late ones."""
+    return x.reshape(x.shape[0], outer, inner, -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)

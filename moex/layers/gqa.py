@@ -30,9 +30,19 @@ class GroupedQueryAttention(nnx.Module):
     equal on the devices that share a head.
     """
 
-    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float, *, context: str = "gather"):
+    def __init__(
+        self,
+        d_model: int,
+        config: AttentionConfig,
+        norm_eps: float,
+        *,
+        context: str = "gather",
+        ulysses: int = 1,
+        group: int = 0,
+    ):
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.context, self.norm_eps = config, context, norm_eps
+        self.config, self.norm_eps = config, norm_eps
+        self.context = dict(method=context, ulysses=ulysses, group=group)
         self.query = declare(d_model, n, h, axes=(None, "tp", None), product="attention")
         self.key = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
         self.value = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
@@ -63,9 +73,10 @@ class GroupedQueryAttention(nnx.Module):
     def read(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None) -> tuple[jax.Array, Memory]:
         """The result, and what later tokens need of these: keys and values of this device's heads, [B, S / cp, K, H]."""
         q, k, v = self._project(x_BSD, tokens, fold)
-        return self._out(
-            mix(q, k, v, tokens, fold.dense.cp, method=self.context, meter_N=meter_N, **self._rule), fold
-        ), (k, v)
+        return self._out(mix(q, k, v, tokens, fold.dense.cp, **self.context, meter_N=meter_N, **self._rule), fold), (
+            k,
+            v,
+        )
 
     def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:
         """The next token of each of S texts, in a row of its own making: see `moex.layers.recall`."""

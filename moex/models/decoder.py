@@ -54,12 +54,14 @@ class Layer(nnx.Module):
         memory: MemoryConfig,
         precision: PrecisionConfig,
         kind: Kind,
+        cp_group: int = 0,
     ):
         module = dict(gqa=GroupedQueryAttention, mla=LatentAttention)[config.attention.kind]
         attention = dataclasses.replace(config.attention, sliding_window=kind.window, window_pattern=())
         self.sparse = kind.sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = module(config.d_model, attention, config.norm_eps, context=parallel.context)
+        exchange = dict(context=parallel.context, ulysses=parallel.ulysses, group=cp_group)
+        self.attention = module(config.d_model, attention, config.norm_eps, **exchange)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if kind.sparse:
             if kind.high:
@@ -150,10 +152,13 @@ class Decoder:
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
         precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
+        *,
+        cp_group: int = 0,
     ):
+        """cp_group: of neighbours that no document's ring goes beyond, see `moex.layers.context.mix`."""
         self.config, self.memory, self._gathers = config, memory, parallel.zero == 3
         self.kinds = kinds(config, precision)
-        modules = {kind: Layer(config, parallel, memory, precision, kind) for kind in sorted(set(self.kinds))}
+        modules = {kind: Layer(config, parallel, memory, precision, kind, cp_group) for kind in sorted(set(self.kinds))}
         self._graphs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
         self._segments = segments(self.kinds)
         counts = dict(dense_layers=config.num_mlp_layers, moe_layers=config.num_moe_layers)
@@ -161,7 +166,7 @@ class Decoder:
             kind.stack: declarations(module, stacked=counts[kind.stack]) for kind, module in modules.items()
         }
         if config.mtp_depth:
-            layer = Layer(config, parallel, memory, precision, Kind(sparse=True, window=0))
+            layer = Layer(config, parallel, memory, precision, Kind(sparse=True, window=0), cp_group)
             module = FurtherLayer(layer, config.d_model, config.norm_eps)
             self._further = nnx.graphdef(module)
             self.declarations["mtp"] = declarations(module, stacked=config.mtp_depth)

@@ -8,7 +8,19 @@ import numpy as np
 from rich.console import Console
 
 from moex.config import RunConfig
-from moex.data import Batches, Corpus, Packed, Rows, Split, Windows, check_mixture, mixed_entropy, open_corpus, ramp_of
+from moex.data import (
+    Batches,
+    Buckets,
+    Corpus,
+    Packed,
+    Rows,
+    Split,
+    Windows,
+    check_mixture,
+    mixed_entropy,
+    open_corpus,
+    ramp_of,
+)
 from moex.data.inspect import render_batch
 from moex.validate import ConfigError
 
@@ -20,7 +32,7 @@ class Data(NamedTuple):
     """
 
     corpora: tuple[Corpus, ...]
-    train: Batches
+    train: Batches | Buckets
     held_out: Batches | None
     unigram_entropy: float
     bytes_per_token: float
@@ -45,7 +57,8 @@ def load_data(config: RunConfig) -> Data:
     try:
         corpora = tuple(open_corpus(location) for location in config.data.corpus)
         check_mixture(corpora, config.model.vocab_size)
-        train = _batches(config, [corpus.train for corpus in corpora], config.data.weights, shuffle=True)
+        splits = [corpus.train for corpus in corpora]
+        train = _buckets(config, splits[0]) if config.parallel.cp_groups else _shuffled(config, splits)
         held_out_splits = [corpus.held_out for corpus in corpora if corpus.held_out.num_tokens]
         held_out = _batches(config, held_out_splits, (), shuffle=False) if held_out_splits else None
     except ValueError as error:
@@ -62,6 +75,16 @@ def load_data(config: RunConfig) -> Data:
     return Data(corpora, train, held_out, entropy, bytes_per_token)
 
 
+def _buckets(config: RunConfig, split: Split) -> Buckets:
+    train = config.train
+    options = dict(rows=train.batch_size // train.accumulation, seed=train.seed)
+    return Buckets(split.shards, train.seq_len, config.parallel.groups_of(train.accumulation), **options)
+
+
+def _shuffled(config: RunConfig, splits: Sequence[Split]) -> Batches:
+    return _batches(config, splits, config.data.weights, shuffle=True)
+
+
 def _batches(config: RunConfig, splits: Sequence[Split], weights: Sequence[float], *, shuffle: bool) -> Batches:
     train = config.train
     kind = Packed if config.data.packing == "documents" else Windows
@@ -72,7 +95,7 @@ def _batches(config: RunConfig, splits: Sequence[Split], weights: Sequence[float
     return Batches(sources, **options, weights=weights, sizes=sizes, shuffle=shuffle)
 
 
-def _check_epochs(config: RunConfig, corpora: Sequence[Corpus], train: Batches) -> None:
+def _check_epochs(config: RunConfig, corpora: Sequence[Corpus], train: Batches | Buckets) -> None:
     limit, epochs = config.data.max_epochs, train.epochs(config.train.steps)
     most = int(np.argmax(epochs))
     if limit and epochs[most] > limit:

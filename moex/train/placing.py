@@ -1,12 +1,12 @@
 """From a loader's numpy arrays to a step's `Batch` on the mesh."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from moex.layers.context import zigzag_order
+from moex.layers.context import dealt
 from moex.train.step import Batch
 
 
@@ -17,18 +17,24 @@ def host_rows(abstract: Batch) -> slice:
     return slice(min(s[0] for s in slices), max(s[1] for s in slices))
 
 
-def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch) -> Batch:
+def place_batch(
+    read: Callable[[slice], Mapping[str, np.ndarray]], step: int, abstract: Batch, deal: str = "row",
+    groups: Sequence[int] = (),
+) -> Batch:  # fmt: skip
     """Puts a step's rows on the devices, the sequence in zig-zag order where context parallelism splits it.
 
     Args: read returns, for a slice of rows, arrays `tokens labels mask segments positions` of shape [A, rows, S], and
-    `experts` [A, rows, S, L, k] where the batch has recorded choices.
+    `experts` [A, rows, S, L, k] where the batch has recorded choices.  deal: see `moex.layers.context.dealt`; a step gives
+    the same with either.  groups: for each micro-batch, over how many neighbouring ranks its documents lie; all without.
     """
     rows = host_rows(abstract)
     arrays = read(rows)
-    order = zigzag_order(abstract.ids.shape[2], _parts(abstract.ids.sharding, 2))
-    index = order.astype(np.int32)
+    segments, cp = arrays["segments"], _parts(abstract.ids.sharding, 2)
+    lanes = [cp // group for group in groups] or [1] * len(segments)
+    order = np.stack([dealt(micro, cp, deal, n) for micro, n in zip(segments, lanes, strict=True)])
     names = ("tokens", "labels", "mask", "segments", "positions", *["experts"] * (abstract.experts is not None))
-    arrays = {name: arrays[name][:, :, order] for name in names}
+    along = lambda x: order.reshape(*order.shape, *[1] * (x.ndim - order.ndim))
+    arrays = {name: np.take_along_axis(arrays[name], along(arrays[name]), axis=2) for name in names}
     values = Batch(
         step=np.int32(step),
         ids=arrays["tokens"],
@@ -36,7 +42,7 @@ def place_batch(read: Callable[[slice], Mapping[str, np.ndarray]], step: int, ab
         mask=arrays["mask"],
         segments=arrays["segments"],
         positions=arrays["positions"],
-        index=np.broadcast_to(index, arrays["tokens"].shape),
+        index=order.astype(np.int32),
         experts=arrays.get("experts"),
     )
 

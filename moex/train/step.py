@@ -5,6 +5,7 @@ global view in the same jit. A micro-batches, B rows, S sequence, L MoE layers, 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -243,6 +244,18 @@ def steer(config: RunConfig, bias_LE, micro: Batch, *, seen_LE=None, key=None) -
     )
 
 
+def stretches(config: RunConfig, decoder: Decoder) -> list[tuple[Decoder, slice]]:
+    """Micro-batches that follow each other and whose documents lie over as many ranks, with the decoder for them."""
+    if not config.parallel.cp_groups:
+        return [(decoder, slice(None))]
+    groups, given = (
+        config.parallel.groups_of(config.train.accumulation),
+        (config.parallel, config.memory, config.precision),
+    )
+    parts = {group: slice(groups.index(group), groups.index(group) + groups.count(group)) for group in groups}
+    return [(Decoder(config.model, *given, cp_group=group), part) for group, part in parts.items()]
+
+
 def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Callable:
     """The function inside shard_map: (stored shards, bias_LE, batch) -> (gradients of the shards, loss, Sums, tokens).
 
@@ -258,7 +271,7 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
         valid = collectives.psum(batch.mask.sum(dtype=jnp.int32), fold.dense.dp + fold.dense.cp)
         tokens_of_losses = totals(config, fold, batch)
 
-        def micro_gradients(micro: Batch, number, seen_LE):
+        def micro_gradients(decoder: Decoder, micro: Batch, number, seen_LE):
             key = jax.random.fold_in(step_key, number)
             steering = steer(config, bias_LE, micro, seen_LE=seen_LE, key=key)
             given = steering, micro, tokens_of_losses, enter
@@ -270,19 +283,23 @@ def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Calla
 
         micros = batch._replace(step=None)
         if config.train.accumulation == 1:
-            grads, loss, sums = micro_gradients(jax.tree.map(lambda x: x[0], micros), jnp.int32(0), None)
+            grads, loss, sums = micro_gradients(decoder, jax.tree.map(lambda x: x[0], micros), jnp.int32(0), None)
         else:
             zeros = lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x))
             first = jax.tree.map(lambda x: x[0], micros), jnp.int32(0), jnp.zeros_like(bias_LE, jnp.int32)
-            start = jax.tree.map(zeros, jax.eval_shape(micro_gradients, *first))
+            start = jax.tree.map(zeros, jax.eval_shape(functools.partial(micro_gradients, decoder), *first))
 
-            def add(total, at):
+            def add(decoder, total, at):
                 (grads, loss, sums), (micro, number) = total, at
-                more, more_loss, more_sums = micro_gradients(micro, number, sums.plain_LE)
+                more, more_loss, more_sums = micro_gradients(decoder, micro, number, sums.plain_LE)
                 return (jax.tree.map(jnp.add, grads, more), loss + more_loss, sums.joined(more_sums)), None
 
             numbers = jnp.arange(config.train.accumulation, dtype=jnp.int32)
-            (grads, loss, sums), _ = lax.scan(add, start, (micros, numbers))
+            total = start
+            for own, part in stretches(config, decoder):
+                given = jax.tree.map(lambda x, part=part: x[part], (micros, numbers))
+                total, _ = lax.scan(functools.partial(add, own), total, given)
+            grads, loss, sums = total
         if once:
             grads = jax.tree.map(lambda p, g: p.leave(g), places, joined(grads, decoder.kinds))
         return grads, loss, sums, valid

@@ -3,6 +3,7 @@
 from mesh import Fold, fold
 from moex.config import ParallelConfig, RunConfig
 from moex.dispatch import unavailable
+from moex.validate.context import context_problems, context_problems_on
 from moex.validate.memory import memory_problems
 from moex.validate.model import model_problems
 from moex.validate.numbers import divides
@@ -12,7 +13,8 @@ from moex.validate.precision import precision_problems, precision_problems_on
 from moex.validate.training import pattern_problems, training_problems
 
 _SECTIONS = (
-    model_problems, training_problems, memory_problems, precision_problems, parallel_problems, pipeline_problems,
+    model_problems, training_problems, memory_problems, precision_problems, parallel_problems, context_problems,
+    pipeline_problems,
 )  # fmt: skip
 
 
@@ -102,17 +104,7 @@ def check_on(config: RunConfig, folded: Fold, platform: str = "gpu", device_kind
         )
     if reason := unavailable(config.parallel.transport, platform):
         problems.append(f"parallel.transport={config.parallel.transport}: {reason}; use alltoall or allgather")
-    cp = size("cp")
-    if config.parallel.context != "gather" and cp == 1:
-        problems.append(
-            f"parallel.context={config.parallel.context} has no effect with parallel.cp=1: set it to gather"
-        )
-    heads = max(kv // tp, 1) if attention.kind == "gqa" else attention.num_heads // tp
-    if config.parallel.context == "ulysses" and heads % cp:
-        problems.append(
-            f"parallel.context=ulysses trades the {heads} key-value heads of a device for the sequence, and they don't "
-            f"divide by parallel.cp={cp}: use ring or gather"
-        )
+    problems += context_problems_on(config, folded)
     _raise(problems)
 
 

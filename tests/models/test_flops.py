@@ -44,6 +44,7 @@ DEEPSEEK_V3 = families.deepseek_v3(
         (qwen3_235b_a22b().model, 0, 4096, 148.03),
         (qwen3_30b_a3b().model, 0, 4096, 23.006),
         (qwen3_235b_a22b().model, 0, 131_072, 734.7),
+        (qwen3_235b_a22b().model, 0, 262_144, 1340.3),
     ],
 )
 def test_published_flops_of_a_token(model, mtp_depth, seq_len, giga):

@@ -49,6 +49,7 @@ MODELS = dict(
 SETUPS = [(model, "gather", 1) for model in MODELS]  # over one device there is nothing to bring together
 SETUPS += [("gqa", method, cp) for method in ("gather", "ring", "ulysses") for cp in (2, 4)]
 SETUPS += [("windowed", "ring", 4), ("windowed", "ulysses", 2), ("mla", "ring", 2), ("mla", "gather", 4)]
+SETUPS += [(model, "hierarchical", 4) for model in MODELS]
 every_setup = pytest.mark.parametrize("model, method, cp", SETUPS)
 
 
@@ -56,7 +57,9 @@ every_setup = pytest.mark.parametrize("model, method, cp", SETUPS)
 def compiled(model, method, cp):
     """(ids, segments, positions), all [2, S] -> logits [2, S, V] of the true vocabulary, as numpy arrays."""
     config, folded = MODELS[model], fold(dict(cp=cp), dict(ep=cp))
-    parallel = ParallelConfig(cp=cp, ep=cp, context=method, transport="alltoall" if cp > 1 else "local")
+    ulysses = 2 if method == "hierarchical" else 1
+    transport = "alltoall" if cp > 1 else "local"
+    parallel = ParallelConfig(cp=cp, ep=cp, context=method, ulysses=ulysses, transport=transport)
     decoder = Decoder(config, parallel)
     params = param.initial_values(decoder.declarations, 0, config.init_std, config.num_layers)
     places = param.placements(decoder.declarations, folded)

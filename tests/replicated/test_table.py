@@ -32,6 +32,7 @@ WITHOUT_GRADIENT = {
     "pallas_kernels.compat.races_found": "asks the interpreter",
     "pallas_kernels.compat.reset_interpreter": "clears the interpreter",
     "moex.layers.context.zigzag_order": "orders a batch on the host",
+    "moex.layers.context.dealt": "orders a batch on the host",
     "moex.balance.bias.update_bias": "works on counts; a bias has no gradient",
     "moex.balance.bias.update_quantile_bias": "a bias has no gradient",
     "moex.balance.bias.centred": "a bias has no gradient",

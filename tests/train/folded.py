@@ -25,16 +25,20 @@ class Case(NamedTuple):
     context: str = "gather"
     recompute: tuple[str, ...] = ()
     skewed: bool = False
+    deal: str = "row"
 
     @property
     def parallel(self) -> ParallelConfig:
         (dp, cp, tp), (edp, ep, etp) = self.dense, self.expert
         sizes = dict(dp=dp, cp=cp, tp=tp, edp=edp, ep=ep, etp=etp)
-        return ParallelConfig(**sizes, zero=self.zero, transport=self.transport, context=self.context)
+        ulysses = 2 if self.context == "hierarchical" else 1
+        how = dict(transport=self.transport, context=self.context, ulysses=ulysses, deal=self.deal)
+        return ParallelConfig(**sizes, zero=self.zero, **how)
 
     def __str__(self):
         parts = ["x".join(map(str, self.dense)), "x".join(map(str, self.expert)), self.transport, self.model]
         how = [f"zero{self.zero}", f"acc{self.accumulation}", self.context, *self.recompute, *["skewed"] * self.skewed]
+        how += [] if self.deal == "row" else [f"by-{self.deal}"]
         return "-".join([*parts, *how])
 
     def config(self, models: Mapping[str, ModelConfig] = MODELS) -> RunConfig:

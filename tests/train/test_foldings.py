@@ -29,6 +29,11 @@ CASES += [
 ]
 # With the above, every way of context parallelism at cp 2 and at cp 4; and a window.
 CASES.append(Case((2, 4, 1), (2, 4, 1), "allgather", "windowed", zero=3, accumulation=2, context="ulysses"))
+# Groups that trade heads inside a ring; documents dealt one by one.
+CASES.append(
+    Case((2, 4, 1), (2, 4, 1), "alltoall", "gqa", zero=1, accumulation=2, context="hierarchical", deal="document")
+)
+CASES.append(Case((1, 4, 2), (1, 8, 1), "alltoall", "mla", zero=3, accumulation=2, context="hierarchical"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

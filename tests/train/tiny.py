@@ -92,7 +92,8 @@ def packed_rows(config: RunConfig, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 def put(program: Program, rows: dict[str, np.ndarray], step: int = 0):
     """The rows as a batch on the program's mesh."""
-    return place_batch(lambda some: {name: array[:, some] for name, array in rows.items()}, step, program.batch)
+    read = lambda some: {name: array[:, some] for name, array in rows.items()}
+    return place_batch(read, step, program.batch, program.config.parallel.deal)
 
 
 @functools.lru_cache(maxsize=16)
