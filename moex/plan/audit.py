@@ -198,7 +198,9 @@ def one_after_another(timeline: Timeline) -> Iterator[Finding]:
 
 
 def overlap_given_up(config: RunConfig, step: CompiledStep, timeline: Timeline) -> Iterator[Finding]:
-    """XLA runs all-to-alls one after another, without an error, where a step comes near the memory of its GPU."""
+    """XLA runs all-to-alls one after another, without an error, where a step comes near the memory of its GPU, or rows go
+    from one NVLink domain to another.
+    """
     large = [
         (e.times * c.num_bytes, c) for e, c in timeline.sent() if c.kind == "all-to-all" and c.num_bytes >= _LARGE_BYTES
     ]
@@ -206,9 +208,14 @@ def overlap_given_up(config: RunConfig, step: CompiledStep, timeline: Timeline) 
     if not config.parallel.overlap or sum(sent for sent, _ in alone) <= _ALONE_SHARE * sum(sent for sent, _ in large):
         return
     _, most = max(alone, key=lambda one: one[0])
+    remedy = "have more computed again (memory.recompute), or take smaller micro-batches"
+    if most.groups.domains > 1:
+        remedy = (
+            f"groups of {most.groups.size} touch {most.groups.domains} domains; make parallel.ep smaller, or {remedy}"
+        )
     text = (
         f"{len(alone)} of {len(large)} all-to-alls have nothing beside them though parallel.overlap is on, at a peak of "
-        f"{step.peak_bytes / 1e9:.1f} GB: have more computed again (memory.recompute), or take smaller micro-batches"
+        f"{step.peak_bytes / 1e9:.1f} GB: {remedy}"
     )
     yield Finding("fault", "overlap given up", text, f"{most.name} {most.source}")
 
