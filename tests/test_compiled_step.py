@@ -71,8 +71,11 @@ def test_the_whole_step_is_one_launch(compiled):
 def test_all_to_alls_are_started_and_awaited_apart(compiled):
     """Of a layer: ids, rows and weights by three ways each, results by three, two hops for two clone weights; and back."""
     alone = unpaired(compiled.text, "all-to-all")
-    types = [re.findall(rf"{re.escape(name)} = (\w+)\[", compiled.text) for name in alone]
-    assert types in ([], [["s32"]]), "at most one exchange of index maps, which has nothing to run beside it"
+    lines = [line for line in compiled.text.splitlines() if any(f"{name} = " in line for name in alone)]
+    rows = [line for line in lines if "moe/clones" not in line and not re.search(r" = s32\[", line)]
+    assert rows == [] and len(lines) <= 2, (
+        "at most index maps and a clone's weights, which have nothing to run beside them"
+    )
     assert number_of(compiled.thunks, "kAllToAll") >= 16 + 9 + 4 + 4
     assert exposed(compiled.thunks)["kAllToAll"] <= 2, "with nothing to run beside it, a pair is run as one"
 
@@ -99,7 +102,8 @@ def test_the_plan_finds_no_fault_and_adds_up(compiled):
     plan = read_plan(EVERYTHING, H100S, compiled)
     assert [f for f in plan.findings if f.level == "fault"] == []
     live = sum(part.num_bytes for part in plan.live)
-    assert live == pytest.approx(compiled.peak_bytes, rel=0.2)
+    # XLA lists what a loop hands to the next one, such as the stash, on both sides.
+    assert live == pytest.approx(compiled.peak_bytes, rel=0.25)
     slots, d_model = sizes(EVERYTHING, plan.fold).slots, EVERYTHING.model.d_model
     rows = [
         c
