@@ -20,7 +20,6 @@ from moex.cli import load
 from moex.config import OptimizerConfig, PrecisionConfig, RunConfig
 from moex.precision.recipes import KINDS
 from moex.train.optim import learning_rate
-from moex.train.placing import place_batch
 from moex.train.program import Program, build
 from moex.train.rungs import ladder
 from moex.train.state import TrainState
@@ -144,9 +143,7 @@ def _put(values, like):
 
 
 def _batch(start: Start, program: Program, step: int):
-    parallel = program.config.parallel
-    read = lambda rows: start.data.train.batch(step, rows)
-    return place_batch(read, step, program.batch, parallel.deal, parallel.groups_of(program.batch.ids.shape[0]))
+    return program.place(lambda rows: start.data.train.batch(step, rows), step)
 
 
 @functools.lru_cache(maxsize=4)

@@ -32,7 +32,6 @@ from moex.observe.profile import Profile, out_of_memory_told
 from moex.observe.progress import Progress
 from moex.observe.report import write_report
 from moex.observe.trackers import open_trackers
-from moex.train.placing import place_batch
 from moex.train.program import Program, build
 from moex.train.rungs import Rungs, ladder, usual_of
 from moex.train.state import TrainState, counted
@@ -222,10 +221,8 @@ class _Loop:
         return compiled
 
     def _batch(self, step: int):
-        abstract = self.by_size[self.sizes.size(step)][0].batch
-        parallel = self.config.parallel
-        groups = parallel.groups_of(abstract.ids.shape[0])
-        return place_batch(lambda rows: self.data.train.batch(step, rows), step, abstract, parallel.deal, groups)
+        program = self.by_size[self.sizes.size(step)][0]
+        return program.place(lambda rows: self.data.train.batch(step, rows), step)
 
     def _facts(self) -> dict[str, Any]:
         names = ("mesh", "num_devices", "device_kind", "corpus", "corpus_fingerprint", "parameters")

@@ -102,7 +102,7 @@ def test_the_plan_finds_no_fault_and_adds_up(compiled):
     plan = read_plan(EVERYTHING, H100S, compiled)
     assert [f for f in plan.findings if f.level == "fault"] == []
     live = sum(part.num_bytes for part in plan.live)
-    # XLA lists what a loop hands to the next one, such as the stash, on both sides.
+    # XLA lists arrays that share a buffer, as those updated in place do, each by itself.
     assert live == pytest.approx(compiled.peak_bytes, rel=0.25)
     slots, d_model = sizes(EVERYTHING, plan.fold).slots, EVERYTHING.model.d_model
     rows = [

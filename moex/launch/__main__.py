@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_on(config, resolve_fold(config.parallel, target.num_gpus), device_kind=KINDS[target.name])
     except ConfigError as error:
         return fail(error)
-    told = dict(verdict=_verdict(config, target))
+    verdict = _verdict(config, target)
     if options.scheduler == "slurm":
-        text = slurm(config.name, rest, target, **told, per=options.per, hours=options.hours)
+        text = slurm(config.name, rest, target, verdict=verdict, per=options.per, hours=options.hours)
     else:
-        text = jobset(config.name, rest, target, **told, image=options.image, volume=options.volume)
+        text = jobset(config.name, rest, target, verdict=verdict, image=options.image, volume=options.volume)
     if options.out is None:
         print(text, end="")
         return 0

@@ -12,6 +12,7 @@ shard_map; `axes` is the view axis cp.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +25,14 @@ from moex.layers.blockwise import Rule
 from moex.layers.ring import Circle, ring
 from moex.layers.tokens import Tokens
 from moex.memory.residuals import kept, named
+
+
+class Exchange(NamedTuple):
+    """How the ranks of cp bring queries and keys together: `mix` says what each field means."""
+
+    method: str = "gather"
+    ulysses: int = 1
+    group: int = 0
 
 
 def zigzag_order(seq_len: int, cp: int) -> np.ndarray:

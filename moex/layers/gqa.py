@@ -11,7 +11,7 @@ from mesh import collectives
 from mesh.fold import Fold
 from moex.config import AttentionConfig
 from moex.layers.attention import attend
-from moex.layers.context import mix
+from moex.layers.context import Exchange, mix
 from moex.layers.norm import RMSNorm, rms_norm
 from moex.layers.param import declare
 from moex.layers.recall import Memory, places, recalled, remember, texts
@@ -30,19 +30,9 @@ class GroupedQueryAttention(nnx.Module):
     equal on the devices that share a head.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        config: AttentionConfig,
-        norm_eps: float,
-        *,
-        context: str = "gather",
-        ulysses: int = 1,
-        group: int = 0,
-    ):
+    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float, exchange: Exchange = Exchange()):
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.norm_eps = config, norm_eps
-        self.context = dict(method=context, ulysses=ulysses, group=group)
+        self.config, self.norm_eps, self.exchange = config, norm_eps, exchange
         self.query = declare(d_model, n, h, axes=(None, "tp", None), product="attention")
         self.key = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
         self.value = declare(d_model, k, h, axes=(None, "tp", None), may_replicate=True, product="attention")
@@ -73,10 +63,8 @@ class GroupedQueryAttention(nnx.Module):
     def read(self, x_BSD, tokens: Tokens, fold: Fold, *, meter_N=None) -> tuple[jax.Array, Memory]:
         """The result, and what later tokens need of these: keys and values of this device's heads, [B, S / cp, K, H]."""
         q, k, v = self._project(x_BSD, tokens, fold)
-        return self._out(mix(q, k, v, tokens, fold.dense.cp, **self.context, meter_N=meter_N, **self._rule), fold), (
-            k,
-            v,
-        )
+        mixed = mix(q, k, v, tokens, fold.dense.cp, **self.exchange._asdict(), meter_N=meter_N, **self._rule)
+        return self._out(mixed, fold), (k, v)
 
     def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:
         """The next token of each of S texts, in a row of its own making: see `moex.layers.recall`."""

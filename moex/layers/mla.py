@@ -12,7 +12,7 @@ from mesh import collectives
 from mesh.fold import Fold
 from moex.config import AttentionConfig
 from moex.layers.attention import attend
-from moex.layers.context import mix
+from moex.layers.context import Exchange, mix
 from moex.layers.norm import RMSNorm
 from moex.layers.param import declare
 from moex.layers.recall import Memory, places, recalled, remember, texts
@@ -26,18 +26,9 @@ from moex.precision.weight import is_quantised
 class LatentAttention(nnx.Module):
     """MLA with or without a query latent.  In and out: activations [B, S / (cp tp), D]."""
 
-    def __init__(
-        self,
-        d_model: int,
-        config: AttentionConfig,
-        norm_eps: float,
-        *,
-        context: str = "gather",
-        ulysses: int = 1,
-        group: int = 0,
-    ):
+    def __init__(self, d_model: int, config: AttentionConfig, norm_eps: float, exchange: Exchange = Exchange()):
         n, nope, rope, v = config.num_heads, config.head_dim, config.rope_dim, config.value_dim
-        self.config, self.context = config, dict(method=context, ulysses=ulysses, group=group)
+        self.config, self.exchange = config, exchange
         if config.q_latent_dim:
             self.query_down = declare(d_model, config.q_latent_dim, axes=(None, None), product="attention")
             self.query_norm = RMSNorm(config.q_latent_dim, norm_eps)
@@ -59,7 +50,7 @@ class LatentAttention(nnx.Module):
         """The result, and what later tokens need of these: latents [B, S / cp, R] and the rotated key of all heads."""
         q, latent, shared = self._project(x_BSD, tokens, fold)
         k, v = self._keys_and_values(latent, shared)
-        mixed = mix(q, k, v, tokens, fold.dense.cp, **self.context, meter_N=meter_N, **self._rule)
+        mixed = mix(q, k, v, tokens, fold.dense.cp, **self.exchange._asdict(), meter_N=meter_N, **self._rule)
         return self._out(mixed, fold), (latent, shared)
 
     def recall(self, x_BSD, tokens: Tokens, memory: Memory, layer, fold: Fold) -> tuple[jax.Array, Memory]:

@@ -104,10 +104,8 @@ def copies(experts: Experts, experts_Tk, num_experts: int, fold: Fold, parallel:
     copies_Tk = jax.lax.dynamic_slice_in_dim(copies_Tk, part * experts_Tk.shape[0], experts_Tk.shape[0], axis=0)
     with jax.named_scope("clones"):
         fetch = dict(compute=echo.fetch_weights, float8=echo.fetch_in_float8)[parallel.echo_wire]
-        fetched = (fetch(w, plan.slot_nS, parallel.echo_hot, ep) for w in own)
-        both = tuple(
-            jnp.concatenate([w, named("expert_rows", x, small=True)]) for w, x in zip(own, fetched, strict=True)
-        )
+        cloned = lambda w: named("expert_rows", fetch(w, plan.slot_nS, parallel.echo_hot, ep), small=True)
+        both = tuple(jnp.concatenate([w, cloned(w)]) for w in own)
     return Copies(both, copies_Tk, num_experts + ranks * slots, held, load)
 
 

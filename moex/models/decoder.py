@@ -18,6 +18,7 @@ from mesh import collectives
 from mesh.axes import Axes
 from mesh.fold import Fold
 from moex.config import MemoryConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from moex.layers.context import Exchange
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
 from moex.layers.mlp import MLP
@@ -60,8 +61,8 @@ class Layer(nnx.Module):
         attention = dataclasses.replace(config.attention, sliding_window=kind.window, window_pattern=())
         self.sparse = kind.sparse
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        exchange = dict(context=parallel.context, ulysses=parallel.ulysses, group=cp_group)
-        self.attention = module(config.d_model, attention, config.norm_eps, **exchange)
+        exchange = Exchange(parallel.context, parallel.ulysses, cp_group)
+        self.attention = module(config.d_model, attention, config.norm_eps, exchange)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         if kind.sparse:
             if kind.high:

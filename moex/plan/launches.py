@@ -3,13 +3,12 @@
 Read off XLA's list of thunks, so it is what a host does; how long a launch takes isn't in it.
 """
 
-import re
+import math
 from typing import NamedTuple
 
 from moex.plan.hlo import Module
-from moex.plan.module import COLLECTIVES
+from moex.plan.module import COLLECTIVES, thunks
 
-_LINE = re.compile(r"^(\s*)(?:\d+: (k\w+)|(condition):|(body):)")
 _KERNELS = {
     "kCustomKernel", "kKernel", "kCustomCall", "kGemm", "kCublasLtMatmul", "kConvolution", "kCholesky", "kFft", "kNorm",
     "kTriangularSolve", "kCubSort", "kSelectK", "kCopy", "kMemset32BitValue", "kMemzero", "kPartitionId", "kReplicaId",
@@ -45,38 +44,18 @@ def launches(sequence: str, module: Module) -> Launches:
 
     Raises ValueError for a kind of thunk that is not known, or where the loops are not those of the module.
     """
-    trips = iter([i.trips for i, _, _ in module.executed() if i.opcode == "while"])
-    around: list[tuple[int, str, int]] = []  # (depth, kind, factor) of what the line is inside of
+    trips = [i.trips or 1 for i, _, _ in module.executed() if i.opcode == "while"]
+    listed = list(thunks(sequence))
+    if (num_loops := sum(t.kind == "kWhile" for t in listed)) != len(trips):
+        more, less = ("list of thunks", "module") if num_loops > len(trips) else ("module", "list of thunks")
+        raise ValueError(f"the {more} has more loops than the {less}")
     alone = graphs = inside = 0
-    for line in sequence.splitlines():
-        if not (match := _LINE.match(line)):
-            continue
-        depth, kind = len(match[1]), match[2]
-        if match[3]:  # a loop's test, written at whatever depth: a loop of known length asks for none
-            around.append((around[-1][0] + 1, "condition", 0))
-            continue
-        if match[4]:
-            while around.pop()[1] != "condition":
-                pass
-            continue
-        while around and around[-1][0] >= depth:
-            around.pop()
-        in_graph = any(name == "kCommandBuffer" for _, name, _ in around)
-        times = 1
-        for _, _, factor in around:
-            times *= factor
-        factor = 1
-        if kind == "kWhile":
-            if (found := next(trips, None)) is None:
-                raise ValueError("the list of thunks has more loops than the module")
-            factor = max(found, 1)
-        elif kind == "kCommandBuffer":
+    for t in (t for t in listed if not t.test):
+        times, in_graph = math.prod(trips[loop] for loop in t.loops), "kCommandBuffer" in t.around
+        if t.kind == "kCommandBuffer":
             graphs += 0 if in_graph else times
-        elif kind in _KERNELS:
+        elif t.kind in _KERNELS:
             alone, inside = (alone, inside + times) if in_graph else (alone + times, inside)
-        elif kind not in _CONTAINERS:
-            raise ValueError(f"a thunk of kind {kind}: is it launched by the host? add it to moex.plan.launches")
-        around.append((depth, kind, factor))
-    if next(trips, None) is not None:
-        raise ValueError("the module has more loops than the list of thunks")
+        elif t.kind not in _CONTAINERS:
+            raise ValueError(f"a thunk of kind {t.kind}: is it launched by the host? add it to moex.plan.launches")
     return Launches(alone, graphs, inside)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_THUNK = re.compile(r"^(\s*)(\d+): (k\w+)")
+_THUNK = re.compile(r"^(\s*)(?:\d+: (k\w+)|(condition|body):)")
 _INSTRUCTION = re.compile(r" = (.*?) ([a-z][\w\-]*)\(")
 _DEFINED = re.compile(r"^\s+(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, |$)")
 _ON_HOST = "S(5)"
@@ -21,29 +21,42 @@ COLLECTIVES = ("kAllToAll", "kAllGather", "kAllReduce", "kReduceScatter", "kColl
 
 
 class Thunk(NamedTuple):
-    """kind: e.g. kCustomKernel.  depth: of indentation, in loops and asynchronous parts.  asynchronous: inside of a started
-    part that something else may run beside.
+    """kind: e.g. kCustomKernel.  depth: of indentation, in loops and asynchronous parts.  around: kinds of the parts that it
+    is inside of.  loops: of those that are loops, their numbers, in the order of the list.  test: whether it belongs to a
+    loop's condition, which is asked for only where a loop's length is unknown.
     """
 
     kind: str
     depth: int
-    asynchronous: bool
+    around: tuple[str, ...]
+    loops: tuple[int, ...]
+    test: bool
+
+    @property
+    def asynchronous(self) -> bool:
+        """Inside of a started part that something else may run beside."""
+        return "kAsyncStart" in self.around
 
 
 def thunks(sequence: str) -> Iterator[Thunk]:
     """What XLA runs, in its order.  Raises ValueError when the text is no sequence of thunks."""
-    inside: list[int] = []  # depths of the asynchronous parts that are open
-    found = False
+    open_: list[tuple[int, str, int]] = []  # depth and kind of the parts that are open, and which loop it is
+    num_thunks = num_loops = 0
+    test = False
     for line in sequence.splitlines():
         if not (match := _THUNK.match(line)):
             continue
-        found, depth = True, len(match[1])
-        while inside and depth <= inside[-1]:
-            inside.pop()
-        yield Thunk(match[3], depth, bool(inside))
-        if match[3] == "kAsyncStart":
-            inside.append(depth)
-    if not found:
+        if match[3]:  # these headings stand at whatever depth
+            test = match[3] == "condition"
+            continue
+        depth, kind = len(match[1]), match[2]
+        while open_ and depth <= open_[-1][0]:
+            open_.pop()
+        loops = tuple(loop for _, outer, loop in open_ if outer == "kWhile")
+        yield Thunk(kind, depth, tuple(outer for _, outer, _ in open_), loops, test)
+        open_.append((depth, kind, num_loops))
+        num_thunks, num_loops = num_thunks + 1, num_loops + (kind == "kWhile")
+    if not num_thunks:
         raise ValueError("no thunk in this text: has the format changed?")
 
 

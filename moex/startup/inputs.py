@@ -58,7 +58,10 @@ def load_data(config: RunConfig) -> Data:
         corpora = tuple(open_corpus(location) for location in config.data.corpus)
         check_mixture(corpora, config.model.vocab_size)
         splits = [corpus.train for corpus in corpora]
-        train = _buckets(config, splits[0]) if config.parallel.cp_groups else _shuffled(config, splits)
+        if config.parallel.cp_groups:
+            train = _buckets(config, splits[0])
+        else:
+            train = _batches(config, splits, config.data.weights, shuffle=True)
         held_out_splits = [corpus.held_out for corpus in corpora if corpus.held_out.num_tokens]
         held_out = _batches(config, held_out_splits, (), shuffle=False) if held_out_splits else None
     except ValueError as error:
@@ -79,10 +82,6 @@ def _buckets(config: RunConfig, split: Split) -> Buckets:
     train = config.train
     options = dict(rows=train.batch_size // train.accumulation, seed=train.seed)
     return Buckets(split.shards, train.seq_len, config.parallel.groups_of(train.accumulation), **options)
-
-
-def _shuffled(config: RunConfig, splits: Sequence[Split]) -> Batches:
-    return _batches(config, splits, config.data.weights, shuffle=True)
 
 
 def _batches(config: RunConfig, splits: Sequence[Split], weights: Sequence[float], *, shuffle: bool) -> Batches:

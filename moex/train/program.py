@@ -1,10 +1,11 @@
 """A configuration made ready to run: fold, mesh, decoder, optimizer, and the jitted programs over them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -14,6 +15,7 @@ from moex.models.decoder import Decoder
 from moex.train import pipelined
 from moex.train.measure import make_measure_step
 from moex.train.optim import optimizer
+from moex.train.placing import place_batch
 from moex.train.reading import make_eval_step, make_record_step
 from moex.train.state import TrainState, abstract_state, initial_state
 from moex.train.step import Batch, abstract_batch, batch_specs, make_train_step
@@ -36,6 +38,11 @@ class Program(NamedTuple):
     eval: Any
     record: Any
     measure: Any
+
+    def place(self, read: Callable[[slice], Mapping[str, np.ndarray]], step: int) -> Batch:
+        """A step's training batch on the devices, dealt as the configuration says.  read: see `place_batch`."""
+        parallel = self.config.parallel
+        return place_batch(read, step, self.batch, parallel.deal, parallel.groups_of(self.batch.ids.shape[0]))
 
     def initial_state(self, weights: Mapping[str, Any] | None = None) -> TrainState:
         return initial_state(self.config, self.decoder, self.state, weights)

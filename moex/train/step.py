@@ -248,12 +248,10 @@ def stretches(config: RunConfig, decoder: Decoder) -> list[tuple[Decoder, slice]
     """Micro-batches that follow each other and whose documents lie over as many ranks, with the decoder for them."""
     if not config.parallel.cp_groups:
         return [(decoder, slice(None))]
-    groups, given = (
-        config.parallel.groups_of(config.train.accumulation),
-        (config.parallel, config.memory, config.precision),
-    )
+    groups = config.parallel.groups_of(config.train.accumulation)
     parts = {group: slice(groups.index(group), groups.index(group) + groups.count(group)) for group in groups}
-    return [(Decoder(config.model, *given, cp_group=group), part) for group, part in parts.items()]
+    like = lambda group: Decoder(config.model, config.parallel, config.memory, config.precision, cp_group=group)
+    return [(like(group), part) for group, part in parts.items()]
 
 
 def loss_and_gradients(config: RunConfig, decoder: Decoder, fold: Fold) -> Callable:

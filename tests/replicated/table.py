@@ -21,6 +21,7 @@ from moex.dispatch import legs
 from moex.layers import blockwise, param
 from moex.layers.attention import attend
 from moex.layers.blockwise import Places, Rule
+from moex.layers.context import Exchange
 from moex.layers.experts import Experts
 from moex.layers.gqa import GroupedQueryAttention
 from moex.layers.mla import LatentAttention
@@ -79,9 +80,9 @@ def attentions():
         for method in methods:
             yield (
                 f"{name} on cp by {method}",
-                module_case(kind(D, config, 1e-6, context=method), call, inputs, **over_cp),
+                module_case(kind(D, config, 1e-6, Exchange(method)), call, inputs, **over_cp),
             )
-    module = GroupedQueryAttention(D, windowed, 1e-6, context="ring")
+    module = GroupedQueryAttention(D, windowed, 1e-6, Exchange("ring"))
     yield "windowed gqa on cp by ring", module_case(module, call, inputs, **over_cp)
 
 
